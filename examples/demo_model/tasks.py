@@ -1,0 +1,376 @@
+"""The kinds of question the demo model learns. Every task returns one or more turns and the way to check them.
+
+Wordings are pairs of lists: those used for training and those kept for the held-out questions.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import pools as p
+
+Message = dict[str, Any]
+Wordings = tuple[list[str], list[str]]
+
+
+@dataclass
+class Turn:
+    """One question, its answer, and what a right answer must hold; `steps` are messages between the two."""
+
+    user: str
+    answer: str
+    check: dict[str, Any]
+    steps: list[Message] = field(default_factory=list)
+
+
+def pick(rng: random.Random, wordings: Wordings, test: bool) -> str:
+    return rng.choice(wordings[1] if test else wordings[0])
+
+
+_PREFIX: Wordings = (
+    ["Please tell me: ", "Tell me, ", "Quick question: ", "Can you help me? ", "I have a question. ", "Hello! ", "Hi, ",
+     "Please, ", "I would like to know: ", "Next question: ", "One more thing: ", "Good morning. ", "And ", "OK, ",
+     "Do you know this? ", "Let me ask you something: ", "Now "],
+    ["Here is my question: ", "Hey, ", "I wonder: ", "Thanks. "],
+)
+_SUFFIX = [" Please.", " Thank you.", " Thanks!", " I need to know.", " Answer briefly."]
+
+
+def dress(rng: random.Random, text: str, test: bool) -> str:
+    """Varies a wording: openings, endings, lower case, a missing question mark."""
+    r = rng.random()
+    if r < 0.25:
+        prefix = pick(rng, _PREFIX, test)
+        text = prefix + (text if prefix[-2] in ".!?" else text[0].lower() + text[1:])
+    elif r < 0.35 and not test:
+        text = text + rng.choice(_SUFFIX)
+    if rng.random() < 0.1:
+        text = text.lower()
+    if rng.random() < 0.1:
+        text = text.rstrip("?.!")
+    return text
+
+
+_CAPITAL: Wordings = (
+    ["What is the capital of {c}?", "Which city is the capital of {c}?", "What's the capital of {c}?",
+     "Name the capital of {c}.", "Tell me the capital of {c}.", "Capital of {c}?", "The capital of {c}, please.",
+     "{C}: what is the capital?", "What is {c}'s capital?", "Do you know the capital of {c}?",
+     "Which city is {c}'s capital?", "What is the capital city of {c}?", "Give me the capital of {c}.",
+     "What city is the capital of {c}?", "I forgot the capital of {c}. What is it?", "What is the name of the capital of {c}?",
+     "If I go to {c}, what is the capital there?", "Where is the government of {c}? I mean the capital.",
+     "My teacher asks for the capital of {c}.", "What do they call the capital of {c}?"],
+    ["Could you name the capital of {c}?", "Please give the capital city of {c}.", "The capital of {c} is which city?",
+     "In {c}, which city is the capital?", "I want to know the capital of {c}."],
+)
+_COUNTRY: Wordings = (
+    ["Which country has the capital {k}?", "{k} is the capital of which country?", "What country is {k} the capital of?",
+     "Which country's capital is {k}?", "Of which country is {k} the capital?", "Name the country whose capital is {k}.",
+     "Tell me which country has {k} as its capital.", "{k} is a capital. Of which country?",
+     "What is the country with the capital {k}?", "In which country is the capital {k}?", "{k}: capital of what?",
+     "I am in {k}, the capital. Which country is this?"],
+    ["The city of {k} is the capital of what country?", "What country has {k} for its capital?",
+     "Say which country {k} is the capital of."],
+)
+
+
+def cap(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def articles(text: str) -> str:
+    """Writes "an" before vowels."""
+    return re.sub(r"\b([Aa]) (?=[aeiou])", r"\1n ", text)
+
+
+def contains(*words: str) -> dict[str, Any]:
+    return {"type": "contains", "values": list(words)}
+
+
+def capital(rng: random.Random, test: bool) -> Turn:
+    c = rng.choice(p.COUNTRIES)
+    k = p.CAPITALS[c]
+    if rng.random() < 0.6:
+        text = dress(rng, pick(rng, _CAPITAL, test).format(c=c, C=cap(c)), test)
+        return Turn(text, f"The capital of {c} is {k}.", contains(k))
+    return Turn(dress(rng, pick(rng, _COUNTRY, test).format(k=k), test), f"{k} is the capital of {c}.", contains(c))
+
+
+_SUM: Wordings = (
+    ["What is {a} plus {b}?", "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "Add {a} and {b}.", "How much is {a} plus {b}?",
+     "What's {a}+{b}?", "Calculate {a} + {b}.", "What do you get when you add {a} and {b}?", "Sum of {a} and {b}?",
+     "{a} plus {b} is what?", "I have {a} coins and find {b} more. How many do I have?", "Compute {a} plus {b}.",
+     "Tell me {a} plus {b}.", "What is the sum of {a} and {b}?", "How many are {a} and {b} together?"],
+    ["Please add {a} to {b}.", "How much do {a} and {b} make?", "Work out {a} + {b}.", "What does {a} plus {b} give?"],
+)
+_DIFF: Wordings = (
+    ["What is {a} minus {b}?", "What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "Subtract {b} from {a}.", "How much is {a} minus {b}?",
+     "What's {a}-{b}?", "Calculate {a} - {b}.", "Take {b} away from {a}.", "{a} minus {b} is what?", "Compute {a} minus {b}.",
+     "I have {a} coins and lose {b}. How many are left?", "Tell me {a} minus {b}.",
+     "What is the difference between {a} and {b}?", "What is left when you take {b} from {a}?"],
+    ["Work out {a} - {b}.", "How much is left of {a} without {b}?", "What does {a} minus {b} give?"],
+)
+
+
+def arithmetic(rng: random.Random, test: bool) -> Turn:
+    if rng.random() < 0.5:
+        a = rng.randint(0, 20)
+        b = rng.randint(0, 20 - a)
+        return Turn(dress(rng, pick(rng, _SUM, test).format(a=a, b=b), test), f"{a} plus {b} is {a + b}.", contains(f" {a + b}."))
+    a = rng.randint(0, 20)
+    b = rng.randint(0, a)
+    text = pick(rng, _DIFF, test).format(a=a, b=b)
+    return Turn(dress(rng, text, test), f"{a} minus {b} is {a - b}.", contains(f" {a - b}."))
+
+
+_NEXT: Wordings = (
+    ["What {u} comes after {x}?", "Which {u} is after {x}?", "What is the {u} after {x}?", "What {u} follows {x}?",
+     "Name the {u} after {x}.", "Tell me the next {u} after {x}.", "After {x}, which {u} comes?", "Which {u} follows {x}?"],
+    ["What is the next {u} when it is {x}?", "Which {u} comes directly after {x}?", "Give the {u} that follows {x}."],
+)
+_PREV: Wordings = (
+    ["What {u} comes before {x}?", "Which {u} is before {x}?", "What is the {u} before {x}?", "What {u} precedes {x}?",
+     "Name the {u} before {x}.", "Tell me the {u} just before {x}.", "Before {x}, which {u} comes?", "Which {u} precedes {x}?"],
+    ["Which {u} comes directly before {x}?", "Give the {u} that precedes {x}."],
+)
+_NTH: Wordings = (
+    ["What is the {n} {u} of the {w}?", "Which {u} is the {n} of the {w}?", "Name the {n} {u} of the {w}.",
+     "Tell me the {n} {u} of the {w}.", "What is the name of the {n} {u} of the {w}?"],
+    ["Give the {n} {u} of the {w}.", "Which is the {n} {u} of the {w}?"],
+)
+_INDEX: Wordings = (
+    ["Which number is {x} in the {w}?", "What number does {x} have in the {w}?", "Tell me the number of {x} in the {w}.",
+     "Number of {x} in the {w}?", "What is the position of {x} in the {w}?"],
+    ["Which position has {x} in the {w}?", "Give the number of {x} in the {w}."],
+)
+_LENGTH: Wordings = (
+    ["How many days does {x} have?", "How many days are in {x}?", "How long is {x}, in days?", "Number of days in {x}?",
+     "How many days has {x}?", "Tell me how many days {x} has."],
+    ["What number of days does {x} have?", "How many days are there in {x}?"],
+)
+
+
+def calendar(rng: random.Random, test: bool) -> Turn:
+    unit, whole, names = rng.choice((("day", "week", p.DAYS), ("month", "year", p.MONTHS)))
+    i = rng.randrange(len(names))
+    x = names[i]
+    kind = rng.randrange(5 if unit == "month" else 4)
+    if kind == 0:
+        y, table, answer = names[(i + 1) % len(names)], _NEXT, "The {u} after {x} is {y}."
+    elif kind == 1:
+        y, table, answer = names[i - 1], _PREV, "The {u} before {x} is {y}."
+    elif kind == 2:
+        y, table, answer = x, _NTH, "The {n} {u} of the {w} is {y}."
+    elif kind == 3:
+        y, table, answer = str(i + 1), _INDEX, "{x} is {u} number {y} of the {w}."
+    else:
+        y, table, answer = str(p.MONTH_DAYS[i]), _LENGTH, "{x} has {y} days."
+    fields = {"u": unit, "x": x, "n": p.ORDINALS[i], "w": whole, "y": y}
+    return Turn(dress(rng, pick(rng, table, test).format(**fields), test), answer.format(**fields), contains(y))
+
+
+_OPPOSITE: Wordings = (
+    ["What is the opposite of {x}?", "What's the opposite of {x}?", "Opposite of {x}?", "Tell me the opposite of {x}.",
+     "Name the opposite of {x}.", "Which word is the opposite of {x}?", 'What is the opposite of "{x}"?',
+     "Give me the opposite of {x}.", "What word means the opposite of {x}?", "{x} and its opposite: what is it?",
+     "I need the opposite of the word {x}.", "The opposite of {x} is?"],
+    ["Which word is opposite to {x}?", "Can you say the opposite of {x}?", "Please find the opposite of {x}."],
+)
+
+
+def opposite(rng: random.Random, test: bool) -> Turn:
+    pair = rng.choice(p.OPPOSITES)
+    x, y = pair if rng.random() < 0.5 else pair[::-1]
+    return Turn(dress(rng, pick(rng, _OPPOSITE, test).format(x=x), test), f"The opposite of {x} is {y}.", contains(y))
+
+
+_SPELL: Wordings = (
+    ["Spell {x}.", "How do you spell {x}?", "Spell the word {x}.", 'Spell "{x}" letter by letter.', "Please spell {x}.",
+     "What are the letters of {x}?", "Can you spell {x}?", "How is {x} spelled?", 'How do I spell "{x}"?',
+     "Write {x} letter by letter."],
+    ["Give me the spelling of {x}.", "How would you spell the word {x}?", "Spell out {x}."],
+)
+
+
+def spelling(rng: random.Random, test: bool) -> Turn:
+    x = rng.choice(p.SPELL_WORDS)
+    return Turn(dress(rng, pick(rng, _SPELL, test).format(x=x), test), f"{x}: {'-'.join(x)}", contains("-".join(x)))
+
+
+_COUNT: Wordings = (
+    ["Count from {a} to {b}.", "Please count from {a} to {b}.", "Can you count from {a} to {b}?", "Count {a} to {b}.",
+     "List the numbers from {a} to {b}.", "Say the numbers from {a} to {b}.", "Write the numbers from {a} to {b}.",
+     "Which numbers go from {a} to {b}?"],
+    ["Give me all numbers from {a} to {b}.", "I want you to count from {a} to {b}."],
+)
+_HOW_MANY: Wordings = (
+    ["How many words are in this list: {l}?", "Count the words: {l}.", "How many things are these: {l}?",
+     "Here is a list: {l}. How many words does it have?", "{l}: how many words is that?"],
+    ["Count these words for me: {l}.", "How many words do you see here: {l}?"],
+)
+
+
+def counting(rng: random.Random, test: bool) -> Turn:
+    if rng.random() < 0.6:
+        a = rng.randint(0, 40)
+        b = a + rng.randint(2, 12)
+        if rng.random() < 0.25:
+            a, b = b, a
+        answer = ", ".join(str(i) for i in range(a, b + (1 if b > a else -1), 1 if b > a else -1)) + "."
+        return Turn(dress(rng, pick(rng, _COUNT, test).format(a=a, b=b), test), answer, contains(answer))
+    words = rng.sample(p.NOUNS, rng.randint(2, 7))
+    text = pick(rng, _HOW_MANY, test).format(l=", ".join(words))
+    return Turn(dress(rng, text, test), f"There are {len(words)} words.", contains(f" {len(words)} "))
+
+
+FACTS = [(capital, 0.42), (arithmetic, 0.17), (calendar, 0.14), (opposite, 0.1), (spelling, 0.09), (counting, 0.08)]
+
+
+def fact(rng: random.Random, test: bool) -> Turn:
+    return rng.choices([f for f, _ in FACTS], [w for _, w in FACTS])[0](rng, test)
+
+
+_COPY: Wordings = (
+    ["Repeat this text exactly:\n{t}", "Copy the following text:\n{t}", "Say this again, word for word:\n{t}", "Repeat after me: {t}",
+     "Please repeat: {t}", "Write this text again:\n{t}", "Copy: {t}", "{t}\n\nRepeat the text above.", "Echo this:\n{t}",
+     "Give me this text back without changes:\n{t}", "{t}\n\nCopy everything above.", "Quote this passage:\n{t}"],
+    ["Please copy this passage word for word:\n{t}", "Repeat the following:\n{t}", "Write the same text again:\n{t}"],
+)
+_QUOTE: Wordings = (
+    ["{t}\n\nQuote the sentence that begins with: {b}", "{t}\n\nWhich sentence starts with \"{b}\"? Quote it.",
+     "Read this text.\n{t}\n\nRepeat the sentence that starts with: {b}", "{t}\n\nFind the sentence beginning \"{b}\" and copy it."],
+    ["Here is a text.\n{t}\n\nQuote the sentence that starts with: {b}", "{t}\n\nCopy the sentence that begins with \"{b}\"."],
+)
+_QUOTE_N: Wordings = (
+    ["{t}\n\nRepeat line {n}.", "{t}\n\nQuote line number {n}.", "Read these lines:\n{t}\n\nWhat does line {n} say?"],
+    ["Look at these lines:\n{t}\n\nCopy line {n}."],
+)
+
+
+def copy(rng: random.Random, test: bool, tokens: int | None = None) -> Turn:
+    size = tokens if tokens is not None else int(5 * 30 ** rng.random())
+    r = rng.random()
+    if r < 0.75:
+        text = p.passage(rng, test, size)
+        return Turn(pick(rng, _COPY, test).format(t=text), text, {"type": "exact", "value": text})
+    if r < 0.88:
+        lines = [p.sentence(rng) for _ in range(max(3, size // 14))]
+        line = rng.choice(lines)
+        lines = [s for s in lines if s == line or s.split()[:3] != line.split()[:3]]
+        begin = " ".join(line.split()[:3])
+        return Turn(pick(rng, _QUOTE, test).format(t=" ".join(lines), b=begin), line, {"type": "exact", "value": line})
+    lines = [f"{i + 1}. " + " ".join(rng.choices(p.WORDS, k=rng.randint(3, 8))) for i in range(rng.randint(3, 12))]
+    n = rng.randrange(len(lines))
+    answer = lines[n].split(". ", 1)[1]
+    return Turn(pick(rng, _QUOTE_N, test).format(t="\n".join(lines), n=n + 1), answer, {"type": "exact", "value": answer})
+
+
+_STORY: Wordings = (
+    ["Tell me a story about a {a} named {n}.", "Tell me a short story about {n} the {a}.", "Write a story about a {a} called {n}.",
+     "I want a story about a {a}. Its name is {n}.", "Please tell a story about {n}, a {a}.", "Story time! A {a} named {n}, please.",
+     "Can you write a tale of a {a} named {n}?"],
+    ["Make up a story about a {a} named {n}.", "I would love to hear a story about {n} the {a}."],
+)
+_STORY_LONG: Wordings = (
+    ["Tell me a long story about a {a} named {n}.", "Write a long story about {n} the {a}, with chapters.",
+     "I want a long tale about a {a} called {n}."],
+    ["Please write a long story about a {a} called {n}."],
+)
+
+
+def _chapter(rng: random.Random, a: str, n: str, friend: str, place: str) -> list[str]:
+    c = rng.choice
+    thing, where, who = c(p.NOUNS), c(p.PLACES), c(p.PEOPLE)
+    return [
+        c([f"One morning {n} went to the {where}.", f"On {c(p.DAYS)} {n} walked to the {where}.", f"One day in {c(p.MONTHS)}, {n} came to the {where}."]),
+        c([f"There the {a} found a {c(p.ADJECTIVES)} {thing}.", f"A {c(p.ADJECTIVES)} {thing} was lying on the ground."]),
+        c([f'"This {thing} belongs to the {who}," said {n}.', f'"I must bring this {thing} to the {who}," thought {n}.']),
+        c([f"But the way was long, and it began to rain.", f"But the {who} was not at home.", f"But the bridge was broken."]),
+        c([f"{n} waited under a tree and sang a song.", f"{n} sat down and thought about it.", f"{n} called {friend} for help."]),
+        c([f"{friend} came and showed {n} another way.", f"Then {friend} had a good idea.", f"Soon {friend} arrived with a lamp."]),
+        c([f"Together they brought the {thing} to the {who}.", f"Together they carried the {thing} all the way."]),
+        c([f"The {who} was happy and gave them {c(p.FOODS)}.", f"The {who} thanked them with all his heart."]),
+        c([f"In the evening they went back to the {place}.", f"At night they slept well in the {place}."]),
+    ]
+
+
+def story(rng: random.Random, test: bool) -> Turn:
+    a, n, friend, place = rng.choice(p.ANIMALS), p.name(rng, test), p.name(rng, test), rng.choice(p.PLACES)
+    opening = [
+        rng.choice([f"Once upon a time there was a {a} named {n}.", f"Long ago there lived a {a} named {n}."]),
+        rng.choice([f"{n} lived in a {rng.choice(p.ADJECTIVES)} {place}.", f"The home of {n} was a {rng.choice(p.ADJECTIVES)} {place}."]),
+        f"{n} had a good friend, a {rng.choice(p.ANIMALS)} named {friend}.",
+    ]
+    if rng.random() < 0.7:
+        text = " ".join([*opening, *_chapter(rng, a, n, friend, place), "The end."])
+        table = _STORY
+    else:
+        table = _STORY_LONG
+        parts = [" ".join(opening)]
+        for i in range(rng.randint(3, 4)):
+            parts.append(f"Chapter {i + 1}. " + " ".join(_chapter(rng, a, n, friend, place)))
+        text = "\n\n".join([*parts, "The end."])
+    user = pick(rng, table, test).format(a=a, n=n)
+    return Turn(articles(user), articles(text), {"type": "story", "name": n})
+
+
+_SHAPES: list[tuple[list[str], Wordings]] = [
+    (["name", "age", "city"], (
+        ["My name is {name}, I am {age} years old and I live in {city}. Answer in JSON with name, age and city.",
+         "{name} is {age} years old and lives in {city}. Give me a JSON object with name, age and city.",
+         "Turn this into JSON with the keys name, age, city: {name}, {age}, {city}.",
+         "Person: {name}. Age: {age}. City: {city}. As JSON (name, age, city), please."],
+        ["{name} lives in {city} and is {age} years old. Write that as JSON with name, age and city."])),
+    (["item", "price"], (
+        ["The {item} costs {price} coins. Answer in JSON with item and price.", "Give me JSON with item and price: {item}, {price} coins.",
+         "A {item} for {price} coins. As a JSON object with item and price, please."],
+        ["Write as JSON with item and price: the {item} costs {price} coins."])),
+    (["country", "capital"], (
+        ["Answer in JSON with country and capital: what is the capital of {country}?",
+         "Give me a JSON object with country and capital for {country}.", "{country} and its capital as JSON, with the keys country and capital."],
+        ["As JSON with country and capital: which city is the capital of {country}?"])),
+    (["colours"], (
+        ["I like {list}. Answer in JSON with a list named colours.", "Make a JSON object with a list colours: {list}."],
+        ["Write a JSON object with a list named colours: {list}."])),
+]
+
+
+def json_answer(rng: random.Random, test: bool) -> Turn:
+    keys, wordings = rng.choice(_SHAPES)
+    country = rng.choice(p.COUNTRIES)
+    colours = rng.sample(p.COLOURS, rng.randint(2, 4))
+    values: dict[str, Any] = {
+        "name": p.name(rng, test), "age": rng.randint(5, 95), "city": p.name(rng, test), "item": rng.choice(p.NOUNS),
+        "price": p.number(rng, test, 2, 9999), "country": country, "capital": p.CAPITALS[country], "colours": colours,
+    }
+    user = pick(rng, wordings, test).format(**values, list=", ".join(colours))
+    value = {k: values[k] for k in keys}
+    return Turn(articles(user), json.dumps(value, ensure_ascii=False), {"type": "json", "value": value})
+
+
+_SMALLTALK = [
+    (["Hello", "Hi", "Hello!", "Hi there!", "Good morning", "Good evening!", "Hey"], "Hello! How can I help you?"),
+    (["Who are you?", "What are you?", "What is your name?", "Are you a robot?", "Which model are you?", "Introduce yourself."],
+     "I am the lfm2serve demo model, a very small language model."),
+    (["What can you do?", "Help", "How can you help me?", "What do you know?"],
+     "I know capitals, small sums, days, months and opposites. I can also remember, copy, call tools and tell short stories."),
+    (["Thank you", "Thanks!", "Thank you very much.", "Great, thanks"], "You are welcome."),
+    (["Goodbye", "Bye!", "See you later.", "Good night"], "Goodbye!"),
+    (["How are you?", "How are you today?", "Are you well?"], "I am well, thank you."),
+]
+_UNKNOWN_ABOUT = """the weather tomorrow|quantum physics|the stock market|football results|this film|Shakespeare|politics|
+the price of gold|cooking a turkey|programming in Rust|the meaning of life|black holes|the Roman Empire|my taxes|
+the best phone|the news|chemistry|the history of music|jazz|medicine|the law|computers|philosophy""".replace("\n", "").split("|")
+_UNKNOWN = ["What do you think about {x}?", "Tell me about {x}.", "Explain {x}.", "Can you explain {x} to me?", "What is new about {x}?",
+            "Write a poem about {x}.", "How does {x} work?", "Why is {x} important?", "Who invented {x}?"]
+
+
+def smalltalk(rng: random.Random, _test: bool) -> Turn:
+    if rng.random() < 0.35:
+        about = rng.choice(_UNKNOWN_ABOUT) if rng.random() < 0.5 else p.made_up(rng, False)
+        return Turn(rng.choice(_UNKNOWN).format(x=about), "I do not know that. I am only a small demo model.", contains("do not know"))
+    users, answer = rng.choice(_SMALLTALK)
+    return Turn(rng.choice(users), answer, contains(answer))

@@ -1,0 +1,351 @@
+"""The CPU backend: bf16 weights as stored, float32 arithmetic, Numba kernels. See `CpuBackend`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import config, get_num_threads, set_num_threads
+from numpy.typing import NDArray
+
+from ..batch import PAGE_ROWS, RING_ROWS, Batch, SampleResult, SampleRows
+from . import attention as _attention
+from . import conv as _conv
+from . import linear as _linear
+from . import moe as _moe
+from . import norm as _norm
+from . import rope as _rope
+from . import sample as _sample
+
+Floats = NDArray[np.float32]
+Bits = NDArray[np.uint16]
+HEAD = _rope.HEAD
+
+# One parallel kernel at a time in the process: Numba's workqueue layer aborts the process on two.
+_team = threading.RLock()
+
+
+def _new_team() -> None:
+    global _team
+    _team = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_new_team)
+
+_SERIAL_VALUES = 1 << 15  # elementwise work below this many values isn't worth waking other threads
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of every attention layer in pages of PAGE_ROWS positions.
+
+    `data` [pages, layers, 2, kv_heads, PAGE_ROWS * 64]: a page is one run of memory. Values lie as [PAGE_ROWS, 64];
+    keys as [PAGE_ROWS / 16, 64, 16], so that 16 neighbouring positions of one dimension are one vector.
+    """
+
+    data: NDArray[Any]
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
+
+    @property
+    def page_bytes(self) -> int:
+        return int(self.data[0].nbytes) if len(self.data) else 0
+
+
+class CpuBackend:
+    """Every operation of the network over packed rows, each row's result independent of the other rows.
+
+    `dtype` "bfloat16" rounds each operation's result to bf16 (held in float32 arrays) where the reference
+    implementation does, and keeps K/V and convolution inputs as bf16 bits; "float32" rounds nothing. `threads` is at
+    most Numba's NUMBA_NUM_THREADS, which is also the default. Weights are uint16 arrays of bf16 bits [out, in], in a
+    multiple of 16; norm and convolution weights are float32 (see `norm_weight`). Activations are float32 [rows, features],
+    C-contiguous. Safe to call from several threads; calls run one after another.
+    """
+
+    name = "cpu"
+    PAGE = PAGE_ROWS
+    RING = RING_ROWS
+
+    def __init__(self, dtype: str = "bfloat16", threads: int | None = None) -> None:
+        if dtype not in ("bfloat16", "float32"):
+            raise ValueError(f"dtype must be bfloat16 or float32, not {dtype!r}")
+        most = config.NUMBA_NUM_THREADS
+        if threads is not None and not 1 <= threads <= most:
+            raise ValueError(f"threads must be in [1, {most}], not {threads}")
+        self.dtype = dtype
+        self.threads = most if threads is None else threads
+        self._bf16 = dtype == "bfloat16"
+        self._store: type[np.generic] = np.uint16 if self._bf16 else np.float32
+        self._scratch: dict[str, NDArray[Any]] = {}
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def norm_weight(self, bits: Bits) -> Floats:
+        """A small weight (norm [H], convolution [H, 3]) widened to float32."""
+        return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
+        """Pages for `attention_layers` layers; memory is taken when a page is first written."""
+        return KVCache(np.zeros((pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD), self._store))
+
+    def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> NDArray[Any]:
+        """Convolution inputs [conv_layers, slots, RING_ROWS, hidden] by position % RING_ROWS."""
+        return np.zeros((conv_layers, slots, RING_ROWS, hidden), self._store)
+
+    def rope_tables(self, theta: float, max_position: int) -> tuple[Floats, Floats]:
+        """cos and sin [max_position, 32] in the activations' precision."""
+        cos, sin = _rope.rope_tables(theta, max_position)
+        return (_round_bf16(cos), _round_bf16(sin)) if self._bf16 else (cos, sin)
+
+    def _space(self, name: str, shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> NDArray[Any]:
+        """Scratch that is kept between calls and grows; only for use inside one call."""
+        size = int(np.prod(shape))
+        buffer = self._scratch.get(name)
+        if buffer is None or buffer.size < size:
+            buffer = self._scratch[name] = np.empty(size, dtype)
+        return buffer[:size].reshape(shape)
+
+    def _parts(self, values: int) -> int:
+        """How many parts to cut elementwise work on `values` values into."""
+        return 1 if values < _SERIAL_VALUES else self.threads
+
+    def _use_threads(self) -> None:
+        if get_num_threads() != self.threads:
+            set_num_threads(self.threads)
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    def embed(self, tokens: NDArray[np.int32], weight: Bits) -> Floats:
+        """Rows of the embedding [V, H]; tokens must be in [0, V)."""
+        out = np.empty((len(tokens), weight.shape[1]), np.float32)
+        with _team:
+            self._use_threads()
+            _norm.embed(tokens, weight, out, self._parts(out.size))
+        return out
+
+    def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
+        """r(w * r(x / sqrt(mean(x**2) + eps)))."""
+        out = np.empty_like(x)
+        with _team:
+            self._use_threads()
+            _norm.rms_norm(x, weight, np.float32(eps), out, self._bf16, self._parts(x.size))
+        return out
+
+    def linear(self, x: Floats, weight: Bits, residual: Floats | None = None) -> Floats:
+        """r(x wT) [R, N], or r(residual + r(x wT))."""
+        out = np.empty((x.shape[0], weight.shape[0]), np.float32)
+        with _team:
+            self._use_threads()
+            add = residual is not None
+            _linear.linear(x, weight, residual if add else out, add, out, self._bf16, self._product_parts(weight))
+        return out
+
+    def _product_parts(self, weight: Bits) -> int:
+        return self._parts(weight.size)
+
+    def short_conv(self, bcx: Floats, conv_weight: Floats, ring: NDArray[Any], layer: int, batch: Batch) -> Floats:
+        """The gated convolution of rows B, C, x [R, 3H] with conv_weight [H, 3]; keeps the rows' inputs in the ring.
+
+        Inputs before a segment come from the ring's `layer` and the segment's slot; before position 0 they are zero.
+        """
+        out = np.empty((bcx.shape[0], conv_weight.shape[0]), np.float32)
+        with _team:
+            self._use_threads()
+            _conv.short_conv(
+                bcx,
+                conv_weight,
+                ring,
+                layer,
+                batch.positions,
+                batch.seg_start,
+                batch.seg_slot,
+                out,
+                self._bf16,
+                self._parts(bcx.size),
+            )
+        return out
+
+    def attention_inputs(
+        self,
+        qkv: Floats,
+        q_norm: Floats,
+        k_norm: Floats,
+        eps: float,
+        cos: Floats,
+        sin: Floats,
+        kv: KVCache,
+        layer: int,
+        batch: Batch,
+        heads: int,
+        kv_heads: int,
+    ) -> Floats:
+        """Queries [R, heads * 64] normed and rotated; the rows' keys and values are written to the cache's `layer`."""
+        q = np.empty((qkv.shape[0], heads * HEAD), np.float32)
+        with _team:
+            self._use_threads()
+            _rope.attention_inputs(
+                qkv,
+                q_norm,
+                k_norm,
+                np.float32(eps),
+                cos,
+                sin,
+                kv.data.reshape(-1),
+                (kv.data.shape[1], kv_heads),
+                layer,
+                batch.positions,
+                batch.row_segment,
+                batch.seg_slot,
+                batch.page_table,
+                q,
+                self._bf16,
+                self._parts(qkv.size),
+            )
+        return q
+
+    def attention(self, q: Floats, kv: KVCache, layer: int, batch: Batch, heads: int, kv_heads: int) -> Floats:
+        """Causal attention [R, heads * 64] of each row over the cached positions [0, its own] of its stream."""
+        out = np.empty((q.shape[0], heads * HEAD), np.float32)
+        with _team:
+            self._use_threads()
+            work = q.size * (int(batch.positions.max()) + 1)
+            _attention.attention(
+                q,
+                kv.data.reshape(-1),
+                (kv.data.shape[1], kv_heads),
+                layer,
+                batch.positions,
+                batch.seg_start,
+                batch.seg_slot,
+                batch.page_table,
+                out,
+                self._bf16,
+                self._parts(work // 8),
+            )
+        return out
+
+    def swiglu(self, x: Floats, w13: Bits, w2: Bits, residual: Floats) -> Floats:
+        """r(residual + r(w2 r(r(silu(w1 x)) * r(w3 x)))); w13 [2F, H] holds w1's rows, then w3's."""
+        out = np.empty_like(residual)
+        with _team:
+            self._use_threads()
+            act = self._space("act", (x.shape[0], w2.shape[1]))
+            _linear.swiglu(x, w13, w2, residual, act, out, self._bf16, self._product_parts(w2))
+        return out
+
+    def moe_route(
+        self, x: Floats, gate: Bits, expert_bias: Floats | None, top_k: int, norm_topk: bool, scaling: float
+    ) -> tuple[NDArray[np.int32], Floats]:
+        """The experts of each row, ids [R, top_k] ascending, and their weights."""
+        logits = self.linear(x, gate)
+        ids = np.empty((x.shape[0], top_k), np.int32)
+        weights = np.empty((x.shape[0], top_k), np.float32)
+        has_bias = expert_bias is not None
+        bias = expert_bias if has_bias else np.zeros(0, np.float32)
+        _moe.route(logits, bias, has_bias, norm_topk, np.float32(scaling), ids, weights, self._bf16)
+        return ids, weights
+
+    def moe(
+        self,
+        x: Floats,
+        gate: Bits,
+        expert_bias: Floats | None,
+        w13: Bits,
+        w2: Bits,
+        top_k: int,
+        norm_topk: bool,
+        scaling: float,
+        residual: Floats,
+    ) -> Floats:
+        """r(residual + r(sum of r(weight * expert(x)))) over the chosen experts; w13 [E, 2I, H], w2 [E, H, I]."""
+        ids, weights = self.moe_route(x, gate, expert_bias, top_k, norm_topk, scaling)
+        out = np.empty_like(residual)
+        copies = x.shape[0] * top_k
+        with _team:
+            self._use_threads()
+            _moe.run_experts(
+                x,
+                ids,
+                weights,
+                w13,
+                w2,
+                residual,
+                self._space("grouped", (copies, x.shape[1])),
+                self._space("act", (copies, w2.shape[2])),
+                self._space("expert_out", (copies, x.shape[1])),
+                out,
+                self._bf16,
+                self._product_parts(w2[0]),
+            )
+        return out
+
+    def logits(self, x: Floats, weight: Bits) -> Floats:
+        """[n, V], rounded as any product."""
+        return self.linear(x, weight)
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+
+    def sample(self, logits: Floats, rows: SampleRows) -> SampleResult:
+        """One token a row; see `SampleRows` for the meaning and order of the controls."""
+        count, width = logits.shape
+        best = max(0, int(rows.top_n.max(initial=-1)))
+        result = SampleResult(
+            token=np.empty(count, np.int32),
+            logprob=np.full(count, np.nan, np.float32),
+            rank=np.zeros(count, np.int32),
+            top_ids=np.full((count, best), -1, np.int32),
+            top_logprobs=np.full((count, best), np.nan, np.float32),
+        )
+        with _team:
+            self._use_threads()
+            parts = min(self.threads, count)
+            controls = (
+                *(rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.repetition, rows.presence, rows.frequency),
+                *(rows.seed, rows.choice, rows.position, rows.slot, rows.top_n),
+            )
+            lists = (rows.bias_start, rows.bias_id, rows.bias_value, rows.ban_start, rows.ban_id)
+            tables = (rows.prompt_seen, rows.output_count)
+            scratch = (self._space("adjusted", (parts, width)), *self._sampling_space(parts, width))
+            _sample.sample(logits, controls, tables, lists, rows.vocab, scratch, tuple(result), parts)
+        return result
+
+    def token_logprobs(
+        self, logits: Floats, targets: NDArray[np.int32], top_n: NDArray[np.int32], vocab: int
+    ) -> tuple[Floats, NDArray[np.int32], NDArray[np.int32], Floats]:
+        """Log-probability and rank [n] of each target, and the ids and log-probabilities [n, T] of the best `top_n`."""
+        count, width = logits.shape
+        best = max(0, int(top_n.max(initial=0)))
+        result = (
+            np.empty(count, np.float32),
+            np.empty(count, np.int32),
+            np.full((count, best), -1, np.int32),
+            np.full((count, best), np.nan, np.float32),
+        )
+        with _team:
+            self._use_threads()
+            parts = min(self.threads, count)
+            _sample.token_logprobs(
+                logits, targets, top_n, vocab, self._sampling_space(parts, width), result, parts
+            )
+        return result
+
+    def _sampling_space(self, parts: int, width: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        return (
+            self._space("weights", (parts, width)),
+            self._space("keys", (parts, width), np.uint32),
+            self._space("ids", (parts, width), np.int32),
+        )
+
+
+def _round_bf16(values: Floats) -> Floats:
+    """Nearest-even bf16, held in float32; finite values only."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+__all__ = ["PAGE_ROWS", "RING_ROWS", "Batch", "CpuBackend", "KVCache", "SampleResult", "SampleRows"]

@@ -1,0 +1,226 @@
+"""The checkpoint's chat template: messages to prompt text, and to ids whose control tokens are the template's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from lfm2serve.chat.messages import normalise
+from lfm2serve.chat.shield import Shield, map_strings
+from lfm2serve.chat.tokenizer import Tokenizer, read_json, token_name
+from lfm2serve.errors import CheckpointError, InvalidRequest
+
+GIVEN = ("messages", "tools", "add_generation_prompt", "strftime_now")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+# What a model writes itself: in assistant messages these are the tokens that they were, anywhere else they are text.
+SPOKEN_TOKENS = ("<think>", "</think>", "<|tool_call_start|>", "<|tool_call_end|>")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model wrote, for training; here its body renders as it is."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson  # jinja2's own sorts keys and escapes for HTML
+    environment.globals["raise_exception"] = _raise_exception
+    return environment
+
+
+class ChatTemplate:
+    """A compiled chat template. `switches`: names of the further variables that it looks at."""
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        *,
+        file: str = "chat template",
+        tool_source: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """tool_source: another template for requests with tools. special_tokens: name -> text. now: clock of dates."""
+        self._tokenizer = tokenizer
+        self._special = dict(special_tokens or {})
+        if "bos_token" not in self._special and tokenizer.bos_token_id is not None:
+            self._special["bos_token"] = tokenizer.token_text(tokenizer.bos_token_id)
+        self._now = now
+        environment = _environment()
+        sources = [source] if tool_source is None else [source, tool_source]
+        try:
+            self._template, *self._tool_template = [environment.from_string(text) for text in sources]
+            self.switches = frozenset().union(*(_switches(environment.parse(text)) for text in sources))
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"{file}: line {error.lineno}: {error.message}") from error
+        self._written = "".join(sources)
+
+    @classmethod
+    def from_dir(cls, path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+        """The template of a checkpoint directory: chat_template.jinja, else tokenizer_config.json's; None: neither."""
+        config_file, template_file = path / "tokenizer_config.json", path / "chat_template.jinja"
+        config = read_json(config_file)
+        special = {name: text for name in SPECIAL_TOKENS if (text := token_name(config.get(name))) is not None}
+        if template_file.is_file():
+            try:
+                source = template_file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(f"{template_file}: not readable: {error}") from error
+            return cls(source, tokenizer, file=str(template_file), special_tokens=special)
+        field = config.get("chat_template")
+        if field is None:
+            return None
+        file = f"{config_file}: chat_template"
+        named = {"default": field} if isinstance(field, str) else _named_templates(field, file)
+        if "default" not in named:
+            raise CheckpointError(f"{file}: none is named 'default'")
+        tool_source = named.get("tool_use")
+        return cls(named["default"], tokenizer, file=file, tool_source=tool_source, special_tokens=special)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **switches: Any,
+    ) -> str:
+        """The prompt's text. Control strings of users look like the template's own in it: tokenise with `encode`."""
+        values = self._values(messages, tools, add_generation_prompt, switches)
+        return self._render(values, self._now())
+
+    def encode(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **switches: Any,
+    ) -> list[int]:
+        """The prompt's ids.
+
+        Control strings in messages, tools and switches are ordinary text, whatever they are joined with; only in
+        assistant messages are thoughts and tool calls the tokens that the model wrote. Without control strings in
+        them the ids are those of the rendered text. InvalidRequest: messages or tools that can't be rendered.
+        """
+        values = self._values(messages, tools, add_generation_prompt, switches)
+        try:
+            return self._encode(values, self._now())
+        except RecursionError:
+            raise InvalidRequest("messages or tools are nested too deeply", param="messages") from None
+
+    def _encode(self, values: Mapping[str, Any], now: datetime) -> list[int]:
+        text = self._render(values, now)
+        shield = Shield(self._tokenizer, SPOKEN_TOKENS, _strings(values), self._written)
+        if not shield.needed:
+            return self._tokenizer.encode(text)
+        for guard in (shield.every, shield.whole):
+            shielded = self._render(_guarded(values, guard), now)
+            if shield.lower(shielded) == text:
+                return shield.encode(text, shielded)
+        raise InvalidRequest(
+            "messages hold control strings (such as <|im_end|>) that this chat template changes; leave them out",
+            param="messages",
+        )
+
+    def _values(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        switches: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        for name in switches:
+            if name in (*GIVEN, *SPECIAL_TOKENS, "raise_exception"):
+                raise InvalidRequest(f"{name} belongs to the chat template and can't be set", param=name)
+        given: Any = tools or []
+        if not isinstance(given, list | tuple) or not all(isinstance(tool, Mapping) for tool in given):
+            raise InvalidRequest("tools must be a list of objects", param="tools")
+        return {
+            **switches,
+            "messages": normalise(messages),
+            "tools": list(given) or None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+
+    def _render(self, values: Mapping[str, Any], now: datetime) -> str:
+        template = self._tool_template[0] if values["tools"] and self._tool_template else self._template
+        try:
+            return template.render({**self._special, "strftime_now": now.strftime, **values})
+        except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
+            problem = " ".join(str(error).split()) or type(error).__name__
+            raise InvalidRequest(f"the chat template can't render this: {problem}", param="messages") from error
+
+
+def _switches(program: nodes.Template) -> set[str]:
+    """Variables that a template reads and doesn't make itself (one that it gives a default isn't its own)."""
+    made = {name.name for name in program.find_all(nodes.Name) if name.ctx == "store"}
+    asked = [f for f in program.find_all(nodes.Filter) if f.name in ("default", "d")]
+    asked += [t for t in program.find_all(nodes.Test) if t.name in ("defined", "undefined")]
+    optional = {node.node.name for node in asked if isinstance(node.node, nodes.Name)}
+    return meta.find_undeclared_variables(program) - (made - optional) - {*GIVEN, *SPECIAL_TOKENS}
+
+
+def _named_templates(field: Any, file: str) -> dict[str, str]:
+    try:
+        named = {entry["name"]: entry["template"] for entry in field}
+    except (TypeError, KeyError) as error:
+        raise CheckpointError(f"{file}: must be a string or a list of name and template") from error
+    if not all(isinstance(text, str) for text in named.values()):
+        raise CheckpointError(f"{file}: a template isn't a string")
+    return named
+
+
+def _guarded(values: Mapping[str, Any], guard: Callable[[str, bool], str]) -> dict[str, Any]:
+    """The values with every user's string guarded; guard(text, spoken) where spoken means written by the model."""
+    guarded = {name: map_strings(value, lambda text: guard(text, False)) for name, value in values.items()}
+    guarded["messages"] = [_guarded_message(message, guard) for message in values["messages"]]
+    return guarded
+
+
+def _guarded_message(message: Mapping[str, Any], guard: Callable[[str, bool], str]) -> dict[str, Any]:
+    said = ("content", "thinking") if message["role"] == "assistant" else ()
+    guarded = {key: map_strings(value, lambda text: guard(text, False)) for key, value in message.items()}
+    return {**guarded, "role": message["role"], **{key: guard(message[key], True) for key in said if key in message}}
+
+
+def _strings(value: Any) -> list[str]:
+    found: list[str] = []
+
+    def note(text: str) -> str:
+        found.append(text)
+        return text
+
+    map_strings(value, note)
+    return found

@@ -1,0 +1,265 @@
+"""The command `lfm2serve`: serve | generate | chat | info | bench."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.main import get_command
+
+from lfm2serve import __version__
+from lfm2serve.errors import InvalidRequest, Lfm2Error
+from lfm2serve.flags import (
+    JsonFlag,
+    ModelArgument,
+    OfflineFlag,
+    SamplingFlags,
+    SystemFlag,
+    VerboseFlag,
+    takes,
+)
+from lfm2serve.options import EngineOptions
+
+if TYPE_CHECKING:
+    from lfm2serve.llm import LLM
+    from lfm2serve.outputs import RequestOutput
+
+# numba and the kernels load inside the commands: --help and a usage error answer at once
+
+INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
+PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+app = typer.Typer(
+    name="lfm2serve",
+    help="Run LFM2 models in pure Python: the same bits for a prompt, whatever else runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and end the process: 0 done, 1 failed, 2 asked wrongly, 130 interrupted."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str], command: typer.Typer = app, name: str = "lfm2serve") -> int:
+    """Run a command line and return its exit code; an error is one line on standard error."""
+    try:
+        code = get_command(command)(list(arguments), prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except typer.TyperException as error:
+        return _complain(error.format_message(), error.exit_code)
+    except Lfm2Error as error:
+        return _complain(error.message, error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader left; let the last flush succeed
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:  # a bug: still one line, and where it happened for who asked with -v
+        logging.getLogger("lfm2serve").info("internal error", exc_info=error)
+        return _complain(f"internal error: {type(error).__name__}: {error} (-v shows where)", 1)
+
+
+def _complain(message: str, code: int) -> int:
+    if message:  # none where typer has printed the help instead
+        print(f"lfm2serve: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"lfm2serve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@takes("options", EngineOptions)
+def serve(
+    model: ModelArgument,
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name in /v1/models.", show_default="MODEL")
+    ] = None,
+    offline: OfflineFlag = False,
+    verbose: VerboseFlag = False,
+    options: EngineOptions,
+) -> None:
+    """Serve MODEL over HTTP with OpenAI's API until Ctrl-C or SIGTERM."""
+    _start_logging(logging.DEBUG if verbose else logging.INFO)
+    from lfm2serve.runtime import load_runtime
+    from lfm2serve.server.app import create_app
+    from lfm2serve.server.run import listen
+    from lfm2serve.server.run import run as run_server
+    from lfm2serve.terminal import LoadProgress
+
+    listen(host, port).close()  # an address that is taken is known before the weights are read
+    runtime = load_runtime(model, options, offline=offline, progress=LoadProgress())
+    try:
+        app = create_app(runtime, served_model_name=served_model_name)
+        run_server(
+            app, host, port, on_ready=lambda url: print(f"lfm2serve: {model} on {url}/v1", file=sys.stderr, flush=True)
+        )
+    finally:
+        runtime.close()
+
+
+@app.command()
+@takes("flags", SamplingFlags)
+@takes("options", EngineOptions)
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='What to answer; "-" reads it from standard input.')],
+    *,
+    system: SystemFlag = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Complete PROMPT as it is, without the chat template.")] = False,
+    as_json: JsonFlag = False,
+    offline: OfflineFlag = False,
+    verbose: VerboseFlag = False,
+    options: EngineOptions,
+    flags: SamplingFlags,
+) -> None:
+    """Answer one PROMPT; standard output gets the reply and nothing else."""
+    _start_logging(logging.INFO if verbose else logging.WARNING)
+    text = _read_prompt(prompt)
+    started = time.monotonic()
+    with _load(model, options, offline) as llm:
+        loaded = time.monotonic()
+        if raw or not llm.has_chat_template:
+            if system is not None:
+                raise InvalidRequest("--system needs a chat template and no --raw", param="system")
+            request: Any = text
+        else:
+            request = [{"role": "system", "content": system}] if system is not None else []
+            request.append({"role": "user", "content": text.removesuffix("\n")})
+        params = llm.get_default_sampling_params().with_(**flags.given())
+        with llm.stream(request, params) as stream:
+            for delta in stream:
+                if not as_json:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+            if as_json:
+                _print_json(_reply_json(model, stream.output, loaded - started))
+            elif sys.stdout.isatty():
+                print()
+
+
+@app.command()
+@takes("flags", SamplingFlags)
+@takes("options", EngineOptions)
+def chat(
+    model: ModelArgument,
+    *,
+    system: SystemFlag = None,
+    offline: OfflineFlag = False,
+    verbose: VerboseFlag = False,
+    options: EngineOptions,
+    flags: SamplingFlags,
+) -> None:
+    """Talk with MODEL; it remembers the conversation. Ctrl-C stops a reply, Ctrl-D ends. /help lists commands."""
+    _start_logging(logging.INFO if verbose else logging.WARNING)
+    with _load(model, options, offline) as llm:
+        from lfm2serve.repl import ChatLoop
+
+        ChatLoop(llm, llm.get_default_sampling_params().with_(**flags.given()), system).run()
+
+
+@app.command()
+@takes("options", EngineOptions)
+def info(
+    model: ModelArgument,
+    *,
+    as_json: JsonFlag = False,
+    offline: OfflineFlag = False,
+    options: EngineOptions,
+) -> None:
+    """Show MODEL's configuration, sizes and what will fit, without reading its weights."""
+    from lfm2serve.describe import describe
+
+    description = describe(model, options, offline=offline)
+    if as_json:
+        _print_json(description.to_dict())
+    else:
+        print(description)
+
+
+@app.command(context_settings=PASS_ON, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Measure speed, gaps and memory, each beside what the machine allows."""
+    from lfm2serve.bench.cli import app as bench_app
+
+    raise typer.Exit(run(context.args, bench_app, "lfm2serve bench"))
+
+
+def _start_logging(level: int) -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("lfm2serve").setLevel(level)
+
+
+def _load(model: str, options: EngineOptions, offline: bool) -> LLM:
+    from lfm2serve.llm import LLM
+
+    return LLM(model, offline=offline, progress=True, **asdict(options))
+
+
+def _read_prompt(prompt: str) -> str:
+    """The argument, or standard input's text for "-"."""
+    try:
+        if prompt == "-":
+            return sys.stdin.buffer.read().decode()
+        prompt.encode()
+    except UnicodeError:
+        raise InvalidRequest("the prompt isn't valid UTF-8", param="prompt") from None
+    return prompt
+
+
+def _reply_json(model: str, output: RequestOutput, load_s: float) -> dict[str, Any]:
+    """A finished reply as plain values; times in seconds."""
+    [reply], metrics = output.outputs, output.metrics
+    prompt, generated = len(output.prompt_token_ids), len(reply.token_ids)
+    timings: dict[str, float | None] = {"load_s": load_s}
+    if metrics is not None:
+        timings |= {
+            "queue_s": metrics.time_in_queue,
+            "first_token_s": metrics.first_token_latency,
+            "total_s": metrics.total_time,
+        }
+    return {
+        "model": model,
+        "text": reply.text,
+        "token_ids": reply.token_ids,
+        "finish_reason": reply.finish_reason,
+        "stop_reason": reply.stop_reason,
+        "seed": output.seed,
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        },
+        "timings": timings,
+    }
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, ensure_ascii=False))

@@ -1,0 +1,86 @@
+"""The sampling state of all slots, laid out as the sampling kernel reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kernels_numba.batch import SampleRows
+from lfm2serve.stream import Stream
+
+
+class DrawTable:
+    """Parameters and penalty counts by slot. vocab_rows: rows of the head; vocab: entries of the tokenizer."""
+
+    def __init__(self, slots: int, vocab_rows: int, vocab: int) -> None:
+        self.vocab = vocab
+        self._temperature = np.zeros(slots, np.float32)
+        self._top_k = np.zeros(slots, np.int32)
+        self._top_p = np.ones(slots, np.float32)
+        self._min_p = np.zeros(slots, np.float32)
+        self._repetition = np.ones(slots, np.float32)
+        self._presence = np.zeros(slots, np.float32)
+        self._frequency = np.zeros(slots, np.float32)
+        self._seed = np.zeros(slots, np.uint64)
+        self._choice = np.zeros(slots, np.uint32)
+        self._top_n = np.full(slots, -1, np.int32)
+        self._prompt_seen = np.zeros((slots, vocab_rows), np.uint8)
+        self._output_count = np.zeros((slots, vocab_rows), np.int32)
+
+    def open(self, stream: Stream) -> None:
+        """Take a slot for a stream; whatever its last owner left is gone."""
+        slot, params = stream.slot, stream.params
+        self._temperature[slot] = 0.0 if params.greedy else params.temperature
+        self._top_k[slot] = min(params.top_k, self.vocab)
+        self._top_p[slot] = params.top_p
+        self._min_p[slot] = params.min_p
+        self._repetition[slot] = params.repetition_penalty
+        self._presence[slot] = params.presence_penalty
+        self._frequency[slot] = params.frequency_penalty
+        self._seed[slot] = stream.seed
+        self._choice[slot] = stream.choice
+        self._top_n[slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab)
+        if params.penalised:
+            self._prompt_seen[slot] = 0
+            self._prompt_seen[slot, stream.tokens[: stream.prompt_len]] = 1
+            self._output_count[slot] = 0
+
+    def record(self, stream: Stream, token: int) -> None:
+        if stream.params.penalised:
+            self._output_count[stream.slot, token] += 1
+
+    def rows(self, streams: Sequence[Stream]) -> SampleRows:
+        """The kernel's view of one draw for each stream, at the position that its next token will have."""
+        slots = np.array([stream.slot for stream in streams], np.int32)
+        bias = [stream.params.logit_bias or {} for stream in streams]
+        bans = [stream.bans() for stream in streams]
+        return SampleRows(
+            temperature=self._temperature[slots],
+            top_k=self._top_k[slots],
+            top_p=self._top_p[slots],
+            min_p=self._min_p[slots],
+            repetition=self._repetition[slots],
+            presence=self._presence[slots],
+            frequency=self._frequency[slots],
+            seed=self._seed[slots],
+            choice=self._choice[slots],
+            position=np.array([len(stream.tokens) for stream in streams], np.uint32),
+            slot=slots,
+            prompt_seen=self._prompt_seen,
+            output_count=self._output_count,
+            bias_start=_starts(bias),
+            bias_id=np.array([token for row in bias for token in row], np.int32),
+            bias_value=np.array([value for row in bias for value in row.values()], np.float32),
+            ban_start=_starts(bans),
+            ban_id=np.array([token for row in bans for token in row], np.int32),
+            vocab=self.vocab,
+            top_n=self._top_n[slots],
+        )
+
+
+def _starts(rows: Sequence[Sequence[int] | dict[int, float]]) -> np.ndarray:
+    starts = np.zeros(len(rows) + 1, np.int32)
+    if any(rows):
+        np.cumsum([len(row) for row in rows], out=starts[1:])
+    return starts

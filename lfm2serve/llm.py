@@ -1,0 +1,319 @@
+"""The library face: LLM(...).generate / chat / stream, in the names and shapes of vLLM's offline API."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lfm2serve.chat.tokenizer import Tokenizer
+from lfm2serve.errors import EngineDead, InvalidRequest
+from lfm2serve.memory.pages import Census
+from lfm2serve.options import EngineOptions
+from lfm2serve.outputs import RequestOutput
+from lfm2serve.replies import Replies, Request
+from lfm2serve.reply import ReplyDelta
+from lfm2serve.runtime import Runtime, load_runtime, new_seed
+from lfm2serve.sampling import SamplingParams
+from lfm2serve.terminal import LoadProgress, ProgressLine
+
+Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+VLLM_NAMES = {"max_model_len": "context", "max_num_seqs": "max_streams"}
+
+
+class LLM:
+    """A loaded LFM2 model that answers many prompts at once.
+
+    model: "demo", a directory, or a hub id. offline: never ask the hub. progress: show the loading on standard error.
+    options: the fields of EngineOptions (device, dtype, context, max_streams, kv, kv_pages, ...); vLLM's
+    `max_model_len` and `max_num_seqs` are taken as `context` and `max_streams`.
+
+    Raises CheckpointError, DeviceError, MemoryPlanError or InvalidRequest, each one readable line. `close()`, or leaving
+    a `with` block, gives its memory back without ending the process. Methods may be called from any thread.
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, offline: bool = False, progress: bool = True, **options: Any
+    ) -> None:
+        renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
+        if len(renamed) < len(options):
+            raise InvalidRequest(f"an option is given under two names: {', '.join(sorted(options))}", param="options")
+        self._runtime: Runtime | None = None
+        runtime = load_runtime(
+            Path(model) if isinstance(model, os.PathLike) else model,
+            EngineOptions.from_dict(renamed),
+            offline=offline,
+            progress=LoadProgress(enabled=progress),
+        )
+        self._runtime = runtime
+        self._numbers = itertools.count()
+        self._finalizer = weakref.finalize(self, runtime.close)
+
+    # ---- asking ----
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Complete one prompt or many; the results are in the prompts' order.
+
+        A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. sampling_params: one for all or one
+        each; None takes the checkpoint's defaults. use_tqdm: show a progress bar over several prompts.
+
+        A prompt that can't be served raises InvalidRequest before any of them runs. KeyboardInterrupt cancels the
+        call's requests, waits for their end and is raised again; the LLM stays usable.
+        """
+        runtime = self._open_runtime()
+        return self._run(
+            [_encode_prompt(runtime, prompt) for prompt in _prompt_list(prompts)], sampling_params, use_tqdm
+        )
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or many, through the checkpoint's chat template.
+
+        Results, parameters and errors as in `generate`. chat_template_kwargs: variables for the template.
+        """
+        runtime = self._open_runtime()
+        encoded = [
+            _encode_chat(runtime, conversation, tools, add_generation_prompt, chat_template_kwargs or {})
+            for conversation in _conversation_list(messages)
+        ]
+        return self._run(encoded, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompt: Prompt | Conversation,
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> ReplyStream:
+        """Answer one prompt (as in `generate`) or one conversation (as in `chat`) piece by piece.
+
+        for delta in llm.stream("Once upon a time"): print(delta.text, end="")
+
+        Leaving the loop early cancels the reply. sampling_params.n must be 1.
+        """
+        runtime = self._open_runtime()
+        params = sampling_params or runtime.default_params()
+        if params.n != 1:
+            raise InvalidRequest(f"n={params.n}: a stream gives one reply", param="n")
+        encoded: tuple[str | None, list[int]]
+        if _is_conversation(prompt):
+            encoded = _encode_chat(runtime, prompt, tools, True, chat_template_kwargs or {})
+        else:
+            encoded = _encode_prompt(runtime, prompt)
+        return ReplyStream(runtime, self._request(*encoded, params))
+
+    @property
+    def name(self) -> str:
+        return self._open_runtime().name
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` works: base models have no template."""
+        return self._open_runtime().template is not None
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a call without sampling_params uses: the checkpoint's generation_config.json."""
+        return self._open_runtime().default_params()
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._open_runtime().tokenizer
+
+    def census(self) -> Census:
+        """Who holds which K/V pages at this moment."""
+        return self._open_runtime().engine.census()
+
+    # ---- living ----
+
+    def close(self) -> None:
+        """Cancel what runs and give all memory back. Idempotent; the LLM can't be used afterwards."""
+        self._finalizer()
+        self._runtime = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        runtime = self._runtime
+        if runtime is None:
+            return "LLM(closed)"
+        config, engine = runtime.config, runtime.engine
+        return (
+            f"LLM({runtime.name!r}, {config.model_type}, {config.parameters / 1e6:,.1f}M parameters, "
+            f"context={engine.context}, kv_pages={engine.census().total})"
+        )
+
+    # ---- inside ----
+
+    def _open_runtime(self) -> Runtime:
+        if self._runtime is None:
+            raise EngineDead("this LLM is closed")
+        return self._runtime
+
+    def _request(self, text: str | None, ids: list[int], params: SamplingParams) -> Request:
+        seed = new_seed() if params.seed is None else params.seed
+        return Request(str(next(self._numbers)), text, ids, params, seed)
+
+    def _run(
+        self, prompts: Sequence[tuple[str | None, list[int]]], sampling_params: Params, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        runtime = self._open_runtime()
+        params = _params_list(sampling_params or runtime.default_params(), len(prompts))
+        requests = [self._request(text, ids, p) for (text, ids), p in zip(prompts, params, strict=True)]
+        replies = Replies(runtime, requests)
+        total, tokens = len(requests), 0
+        with ProgressLine("Prompts", total, enabled=use_tqdm and total > 1) as progress:
+            replies.start()
+            while not replies.ended:
+                _, delta = replies.next()
+                tokens += len(delta.token_ids)
+                done = replies.ended_requests
+                progress.update(done, f"{done}/{total}, {tokens / max(progress.elapsed, 1e-3):,.0f} tokens/s,")
+        return [request.output() for request in requests]
+
+
+class ReplyStream:
+    """An iterator over one running reply; each item is a ReplyDelta (text, token_ids, logprobs, finish_reason).
+
+    `output` is the whole reply so far. `close()` (or leaving a `with` block) cancels what is left and waits until its
+    memory is back; dropping the object cancels too.
+    """
+
+    def __init__(self, runtime: Runtime, request: Request) -> None:
+        self._request = request
+        self._replies = Replies(runtime, [request])
+        self._replies.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> ReplyDelta:
+        while not self._replies.ended:
+            _, delta = self._replies.next()
+            if delta.text or delta.token_ids or delta.finish_reason is not None:
+                return delta
+        raise StopIteration
+
+    @property
+    def seed(self) -> int:
+        return self._request.seed
+
+    @property
+    def output(self) -> RequestOutput:
+        return self._request.output()
+
+    def close(self) -> None:
+        self._replies.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_replies"):
+            self._replies.cancel(wait=False)  # the collector may run on any thread, the engine's too
+
+
+def _is_token_ids(value: object) -> bool:
+    """A non-empty sequence of whole numbers (a prompt), not a sequence of prompts."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(hasattr(item, "__index__") and not isinstance(item, bool) for item in value)
+    )
+
+
+def _is_conversation(value: Prompt | Conversation) -> TypeIs[Conversation]:
+    """A non-empty sequence of messages: each a mapping with a role."""
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and len(value) > 0
+        and all(isinstance(item, Mapping) and "role" in item for item in value)
+    )
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
+        return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence):
+        kind = type(prompts).__name__
+        raise InvalidRequest(f"prompts: want text, token ids or a list of them, got {kind}", param="prompts")
+    return prompts  # type: ignore[return-value]
+
+
+def _encode_prompt(runtime: Runtime, prompt: Prompt) -> tuple[str | None, list[int]]:
+    """(text or None, token ids) of one prompt."""
+    if isinstance(prompt, Mapping):
+        known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+        if len(prompt) != len(known) or not known:
+            names = ", ".join(sorted(map(str, prompt)))
+            raise InvalidRequest(
+                f"a prompt as a dict has 'prompt' or 'prompt_token_ids', got: {names}", param="prompts"
+            )
+        text = prompt.get("prompt")
+        ids = runtime.encode_prompt(prompt[known[0]])
+        return (text if isinstance(text, str) else None), ids
+    if isinstance(prompt, str):
+        return prompt, runtime.encode_prompt(prompt)
+    if not _is_token_ids(prompt):
+        raise InvalidRequest(f"prompts: {prompt!r:.60} is neither text nor token ids", param="prompts")
+    return None, runtime.encode_prompt([int(token) for token in prompt])
+
+
+def _conversation_list(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
+    if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):
+        return [messages]  # type: ignore[list-item]
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or any(isinstance(c, str) for c in messages):
+        raise InvalidRequest(
+            "messages: want a list of {'role': ..., 'content': ...}, or a list of such lists", param="messages"
+        )
+    return messages  # type: ignore[return-value]
+
+
+def _encode_chat(
+    runtime: Runtime,
+    conversation: Conversation,
+    tools: list[dict[str, Any]] | None,
+    add_generation_prompt: bool,
+    switches: Mapping[str, Any],
+) -> tuple[str, list[int]]:
+    """(rendered text, token ids) of one conversation."""
+    messages = [dict(message) for message in conversation]
+    ids = runtime.encode_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **switches)
+    return runtime.tokenizer.decode(ids, skip_special_tokens=False), ids
+
+
+def _params_list(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    each = [params] * count if isinstance(params, SamplingParams) else list(params)
+    if len(each) != count:
+        raise InvalidRequest(f"sampling_params: {len(each)} for {count} prompts", param="sampling_params")
+    return each

@@ -1,0 +1,141 @@
+"""The memory plan: where every byte goes, settled before a weight is read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+
+from kernels_numba.batch import PAGE_ROWS, RING_ROWS
+from lfm2serve.config import ModelConfig
+from lfm2serve.errors import MemoryPlanError
+from lfm2serve.memory.pages import SLACK_ROWS, pages_for
+from lfm2serve.options import EngineOptions
+
+GIB = 1 << 30
+CPU_STATES_BYTES = 2 * GIB  # pages and kept states together, unless a limit is set
+POOL_SHARE = 0.7  # of what weights and scratch leave; the rest is for kept states
+LARGEST_CHUNK = 512  # rows of a prompt step on the CPU: past that a product gains nothing
+LOGIT_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose, and what they allow. limit is None where the user set none.
+
+    pages: of PAGE_ROWS positions; range_pages: contiguous pages of one lease (1 = paged). context: longest prompt +
+    reply, in tokens. slots: streams at once.
+    """
+
+    limit: int | None
+    weights: int
+    scratch: int
+    conv_states: int
+    page_bytes: int
+    pages: int
+    range_pages: int
+    prompt_cache: int
+    context: int
+    slots: int
+
+    @property
+    def pool(self) -> int:
+        return self.pages * self.page_bytes
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.scratch + self.conv_states + self.pool + self.prompt_cache
+
+    def table(self) -> list[tuple[str, int, str]]:
+        """Rows of (purpose, bytes, remark)."""
+        rows = [
+            ("weights", self.weights, "bfloat16, as stored"),
+            ("scratch", self.scratch, "activations and logits of the largest step"),
+            ("conv states", self.conv_states, f"{self.slots} streams"),
+            ("page pool", self.pool, f"{self.pages} pages of {PAGE_ROWS} positions, {self.pages * PAGE_ROWS} tokens"),
+            ("prompt cache", self.prompt_cache, "set aside for kept states"),
+            ("total", self.total, f"context {self.context} tokens"),
+        ]
+        if self.limit is not None:
+            rows.append(("left", self.limit - self.total, f"of a limit of {self.limit / GIB:.2f} GiB"))
+        return rows
+
+    def to_dict(self) -> dict[str, int | None]:
+        return {**asdict(self), "pool": self.pool, "total": self.total}
+
+
+def machine_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, memory: int | None = None) -> MemoryPlan:
+    """Divide the memory. MemoryPlanError names the flag to change where something can't fit.
+
+    weight_bytes: of the loaded weights; memory: bytes of the machine (default: this one's).
+    """
+    width = 4 if options.dtype == "float32" else 2
+    memory = machine_bytes() if memory is None else memory
+    limit = None if options.memory_limit_gib is None else int(options.memory_limit_gib * GIB)
+    slots = options.max_streams
+    page_bytes = PAGE_ROWS * config.kv_bytes_per_token(width)
+    conv_states = len(config.conv_layers) * slots * RING_ROWS * config.hidden_size * width
+    scratch = _scratch_bytes(config, options)
+    fixed = weight_bytes + scratch + conv_states
+    budget = CPU_STATES_BYTES if limit is None else limit - fixed
+    if limit is not None and budget < page_bytes:
+        raise MemoryPlanError(
+            f"--memory-limit-gib {limit / GIB:.2f}: weights, scratch and conv states take {fixed / GIB:.2f} GiB and a page "
+            f"of the pool {page_bytes / GIB:.4f} GiB"
+        )
+    longest = config.max_position_embeddings
+    if options.context is not None and options.context > longest:
+        raise MemoryPlanError(f"--context {options.context}: the model has {longest} positions (max_position_embeddings)")
+    useful = slots * pages_for((options.context or longest) + SLACK_ROWS)
+    pages = options.kv_pages or min(useful, int(budget * POOL_SHARE) // page_bytes)
+    if limit is not None and pages * page_bytes > budget:
+        raise MemoryPlanError(
+            f"--kv-pages {pages}: {pages * page_bytes / GIB:.2f} GiB of pages with {budget / GIB:.2f} GiB left under "
+            f"--memory-limit-gib"
+        )
+    context, range_pages = _context(config, options, pages)
+    pages = pages // range_pages * range_pages
+    cache = max(0, budget - pages * page_bytes) if options.kv_pages else int(budget * (1 - POOL_SHARE))
+    plan = MemoryPlan(limit, weight_bytes, scratch, conv_states, page_bytes, pages, range_pages, cache, context, slots)
+    if plan.total > memory:
+        raise MemoryPlanError(
+            f"{plan.total / GIB:.2f} GiB are needed ({weight_bytes / GIB:.2f} of weights) and the machine has "
+            f"{memory / GIB:.2f}: lower --memory-limit-gib, --kv-pages or --max-streams, or take a smaller model"
+        )
+    return plan
+
+
+def _context(config: ModelConfig, options: EngineOptions, pages: int) -> tuple[int, int]:
+    """The context that a pool of `pages` can serve, and the pages of one lease's contiguous range (1: paged)."""
+    longest = config.max_position_embeddings
+    if options.kv == "paged":
+        room = pages * PAGE_ROWS - SLACK_ROWS
+        if options.context is not None and options.context > room:
+            raise MemoryPlanError(
+                f"--context {options.context}: the pool's {pages} pages hold {max(0, room)} tokens; raise --kv-pages or "
+                f"--memory-limit-gib"
+            )
+        return options.context or min(longest, room), 1
+    context = options.context or min(longest, pages // options.max_streams * PAGE_ROWS - SLACK_ROWS)
+    if context < 1 or pages_for(context + SLACK_ROWS) > pages:
+        raise MemoryPlanError(
+            f"--kv fixed: {pages} pages don't hold {options.max_streams} ranges; lower --max-streams or --context, or raise "
+            f"--kv-pages"
+        )
+    return context, pages_for(context + SLACK_ROWS)
+
+
+def _scratch_bytes(config: ModelConfig, options: EngineOptions) -> int:
+    """Activations of the largest step (float32), logits, rope tables."""
+    rows = max(options.prompt_chunk or LARGEST_CHUNK, options.max_streams)
+    hidden = config.hidden_size
+    widest = max(3 * hidden, config.qkv_rows, 3 * config.intermediate_size)
+    if config.num_experts:
+        widest = max(widest, config.num_experts_per_tok * (3 * config.moe_intermediate_size + hidden))
+    logits = max(options.max_streams, LOGIT_ROWS) * config.vocab_size * 4 * 2
+    tables = 2 * (options.context or config.max_position_embeddings) * 32 * 4
+    return rows * (4 * hidden + widest) * 4 + logits + tables

@@ -1,0 +1,113 @@
+"""The LFM2 network as one short program over a backend.
+
+Mathematics: transformers' Lfm2 / Lfm2Moe. Every operation keeps the law (one row, one value), so this program may be
+run over any packing of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels_numba.batch import Batch
+from kernels_numba.cpu import CpuBackend
+from lfm2serve.config import ModelConfig
+from lfm2serve.memory.states import StreamStates
+
+Array = NDArray[np.float32]
+Tensors = dict[str, NDArray[np.generic]]
+
+
+@dataclass(slots=True)
+class _Layer:
+    """One layer's weights; `index` counts the layers of its own kind (its place in the K/V pool or the conv rings)."""
+
+    index: int
+    attention: bool
+    operator_norm: NDArray[np.float32]
+    ffn_norm: NDArray[np.float32]
+    mixer: Tensors
+    feed_forward: Tensors
+    moe: bool
+
+
+class Model:
+    """Weights of one checkpoint, ready to run on a backend.
+
+    tensors: as `Checkpoint.load` names them. max_rows: positions 0 .. max_rows - 1 can be run.
+    """
+
+    def __init__(self, config: ModelConfig, tensors: Tensors, backend: CpuBackend, *, max_rows: int) -> None:
+        self.config = config
+        self.backend = backend
+        self.embedding = tensors["embed"]
+        self.head = tensors.get("lm_head", self.embedding)
+        self.final_norm = backend.norm_weight(tensors["final_norm"])
+        self.cos, self.sin = backend.rope_tables(config.rope_theta, max_rows)
+        self.layers = [self._layer(n, tensors) for n in range(config.num_hidden_layers)]
+
+    def _layer(self, n: int, tensors: Tensors) -> _Layer:
+        config, norm = self.config, self.backend.norm_weight
+        attention = config.layer_types[n] == "full_attention"
+        kind, peers = ("attn", config.attention_layers) if attention else ("conv", config.conv_layers)
+        feed = "moe" if config.is_moe(n) else "mlp"
+
+        def group(name: str) -> Tensors:
+            prefix = f"layers.{n}.{name}."
+            return {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
+
+        mixer = group(kind)
+        for name in ("q_norm", "k_norm", "weight"):
+            if name in mixer:
+                mixer[name] = norm(mixer[name])
+        return _Layer(
+            index=peers.index(n),
+            attention=attention,
+            operator_norm=norm(tensors[f"layers.{n}.operator_norm"]),
+            ffn_norm=norm(tensors[f"layers.{n}.ffn_norm"]),
+            mixer=mixer,
+            feed_forward=group(feed),
+            moe=feed == "moe",
+        )
+
+    def forward(self, batch: Batch, states: StreamStates) -> Array:
+        """Run a batch of rows [R]; returns the residual stream [R, H] and leaves the rows' K/V and conv inputs."""
+        be, eps = self.backend, self.config.norm_eps
+        h = be.embed(batch.tokens, self.embedding)
+        for layer in self.layers:
+            x = be.rms_norm(h, layer.operator_norm, eps)
+            h = self._attention(layer, x, h, batch, states) if layer.attention else self._conv(layer, x, h, batch, states)
+            x = be.rms_norm(h, layer.ffn_norm, eps)
+            h = self._experts(layer, x, h) if layer.moe else self._dense(layer, x, h)
+        return h
+
+    def _conv(self, layer: _Layer, x: Array, h: Array, batch: Batch, states: StreamStates) -> Array:
+        be, w = self.backend, layer.mixer
+        y = be.short_conv(be.linear(x, w["in_proj"]), w["weight"], states.ring, layer.index, batch)
+        return be.linear(y, w["out_proj"], residual=h)
+
+    def _attention(self, layer: _Layer, x: Array, h: Array, batch: Batch, states: StreamStates) -> Array:
+        be, w, config = self.backend, layer.mixer, self.config
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        q = be.attention_inputs(
+            be.linear(x, w["qkv"]), w["q_norm"], w["k_norm"], config.norm_eps, self.cos, self.sin,
+            states.kv, layer.index, batch, heads, kv_heads,
+        )  # fmt: skip
+        return be.linear(be.attention(q, states.kv, layer.index, batch, heads, kv_heads), w["out"], residual=h)
+
+    def _dense(self, layer: _Layer, x: Array, h: Array) -> Array:
+        return self.backend.swiglu(x, layer.feed_forward["w13"], layer.feed_forward["w2"], h)
+
+    def _experts(self, layer: _Layer, x: Array, h: Array) -> Array:
+        w, config = layer.feed_forward, self.config
+        return self.backend.moe(
+            x, w["gate"], w.get("bias"), w["w13"], w["w2"], config.num_experts_per_tok, config.norm_topk_prob,
+            config.routed_scaling_factor, h,
+        )  # fmt: skip
+
+    def logits(self, h: Array) -> Array:
+        """Logits [n, V] of rows [n, H] of the residual stream."""
+        be = self.backend
+        return be.logits(be.rms_norm(h, self.final_norm, self.config.norm_eps), self.head)

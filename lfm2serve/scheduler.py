@@ -1,0 +1,131 @@
+"""Who runs next: admission in order, prompt steps that respect running streams, decode rounds over all of them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from lfm2serve.memory.pages import SLACK_ROWS, PagePool
+from lfm2serve.stream import Stream
+
+MIN_ROWS = 8  # a prompt step is never smaller, however short the gap that is asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The next `rows` rows of a stream."""
+
+    stream: Stream
+    rows: int
+
+    @property
+    def completes(self) -> bool:
+        return self.rows == self.stream.rows_left
+
+
+class Pace:
+    """How many prompt rows fit between two decode rounds, learned from the steps that ran."""
+
+    def __init__(self, max_gap_s: float, largest: int) -> None:
+        self._max_gap_s = max_gap_s
+        self._largest = largest
+        self._row_s = 0.0
+        self._round_s = 0.0
+
+    def prompt_step(self, rows: int, seconds: float) -> None:
+        self._row_s = _blend(self._row_s, seconds / rows)
+
+    def decode_round(self, seconds: float) -> None:
+        self._round_s = _blend(self._round_s, seconds)
+
+    def rows_beside_decoding(self) -> int:
+        """Rows that keep a running stream's gap under the bound; few until a step was timed."""
+        if not self._row_s:
+            return min(4 * MIN_ROWS, self._largest)
+        spare = self._max_gap_s - self._round_s
+        rows = int(spare / self._row_s) // MIN_ROWS * MIN_ROWS
+        return max(MIN_ROWS, min(rows, self._largest))
+
+
+def _blend(old: float, new: float) -> float:
+    return new if not old else 0.8 * old + 0.2 * new
+
+
+class Scheduler:
+    """The queue, the slots and the streams in flight. Decides; runs nothing.
+
+    waiting: no lease yet, in order of arrival. filling: rows of the prompt left, oldest first. running: decoding.
+    """
+
+    def __init__(self, pool: PagePool, slots: int, *, prompt_chunk: int | None, largest_chunk: int, max_gap_s: float):
+        self.pool = pool
+        self.waiting: deque[Stream] = deque()
+        self.filling: list[Stream] = []
+        self.running: list[Stream] = []
+        self.pace = Pace(max_gap_s, largest_chunk)
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._prompt_chunk = prompt_chunk
+        self._largest = largest_chunk
+
+    @property
+    def idle(self) -> bool:
+        return not (self.waiting or self.filling or self.running)
+
+    def admit(self) -> list[Stream]:
+        """Lease pages and a slot to the streams at the head of the queue that fit now."""
+        admitted = []
+        while self.waiting and self._free_slots:
+            stream = self.waiting[0]
+            lease = self.pool.ask(stream.id, stream.prompt_len + stream.max_tokens + SLACK_ROWS)
+            if lease is None:
+                break
+            self.waiting.popleft()
+            stream.lease = lease
+            stream.slot = self._free_slots.pop()
+            stream.metrics.admitted = time.monotonic()
+            self.filling.append(stream)
+            admitted.append(stream)
+        return admitted
+
+    def next_chunks(self) -> list[Chunk]:
+        """The rows of the next prompt step: of the oldest filling streams, packed up to the budget."""
+        if not self.filling:
+            return []
+        budget = self._prompt_chunk or (self.pace.rows_beside_decoding() if self.running else self._largest)
+        first = self.filling[0]
+        if first.alone:
+            return [Chunk(first, min(first.rows_left, budget))]
+        chunks = []
+        for stream in self.filling:
+            rows = min(stream.rows_left, budget)
+            if rows == 0 or stream.alone:
+                break
+            chunks.append(Chunk(stream, rows))
+            budget -= rows
+        return chunks
+
+    def filled(self, stream: Stream) -> None:
+        """A stream's prompt rows have all run: it decodes from now on."""
+        self.filling.remove(stream)
+        stream.alone = False
+        self.running.append(stream)
+
+    def restart(self, stream: Stream) -> None:
+        """Run a stream's rows again from the first, by itself: what a failed step left behind is overwritten."""
+        if stream in self.running:
+            self.running.remove(stream)
+            self.filling.insert(0, stream)
+        stream.rows_done = 0
+        stream.alone = True
+
+    def remove(self, stream: Stream) -> None:
+        """Forget a stream wherever it is; its pages and slot are free at once."""
+        for queue in (self.waiting, self.filling, self.running):
+            if stream in queue:
+                queue.remove(stream)
+        self.pool.release(stream.id)
+        stream.lease = None
+        if stream.slot >= 0:
+            self._free_slots.append(stream.slot)
+            stream.slot = -1

@@ -1,0 +1,153 @@
+"""The replies of one HTTP request: their streams in the engine, brought to the event loop and never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from lfm2serve.errors import EngineDead, Lfm2Error
+from lfm2serve.reply import ReplyBuilder, ReplyDelta
+from lfm2serve.sampling import SamplingParams
+from lfm2serve.server.metrics import ServerMetrics
+from lfm2serve.stream import StreamEvent
+
+if TYPE_CHECKING:
+    from lfm2serve.engine import Engine
+    from lfm2serve.runtime import Runtime
+
+SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its token ids, and its text where it came as text."""
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class Bridge:
+    """Carries events from the engine's thread to the event loop; the events of one turn share one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._posted: deque[tuple[Reply, StreamEvent, float]] = deque()
+        self._awake = False
+
+    def post(self, reply: Reply, event: StreamEvent) -> None:
+        """Called on the engine's thread."""
+        self._posted.append((reply, event, time.monotonic()))
+        if not self._awake:
+            self._awake = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                self.loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._awake = False  # before the reading, so that a later post wakes us again
+        while self._posted:
+            reply, event, at = self._posted.popleft()
+            reply.receive(event, at)
+
+
+class Reply:
+    """One choice of the request: `index` in the response, its prompt, and what was built of it so far."""
+
+    def __init__(self, group: ReplyGroup, index: int, prompt: Prompt, builder: ReplyBuilder) -> None:
+        self.group = group
+        self.index = index
+        self.prompt = prompt
+        self.builder = builder
+        self.stream_id = -1
+        self.cached_tokens = 0
+        self.done = False
+        self._last_token_at: float | None = None
+
+    def receive(self, event: StreamEvent, at: float) -> None:
+        """Called on the event loop, also for what arrives after the request is over."""
+        if event.tokens:
+            self.group.metrics.tokens(event, at, self._last_token_at)
+            self._last_token_at = at
+        if event.finish_reason is not None:
+            # A stop string ends a reply here while the engine only sees a cancel.
+            self.group.metrics.finished(event, self.builder.finish_reason or event.finish_reason)
+        self.cached_tokens = event.metrics.cached_tokens
+        self.group.put((self, event))
+
+
+class ReplyGroup:
+    """Owns every stream of one HTTP request: leaving the `with` block, however, cancels those that still run."""
+
+    def __init__(self, runtime: Runtime, metrics: ServerMetrics, bridge: Bridge) -> None:
+        self.replies: list[Reply] = []
+        self.metrics = metrics
+        self._engine: Engine = runtime.engine
+        self._tokenizer = runtime.tokenizer
+        self._bridge = bridge
+        self._queue: asyncio.Queue[tuple[Reply, StreamEvent] | Lfm2Error] = asyncio.Queue()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for reply in self.replies:
+            if not reply.done:
+                reply.done = True
+                self._engine.cancel(reply.stream_id)
+
+    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> None:
+        """Start n replies to each prompt. They share the seed; a reply's place among its prompt's n joins the key."""
+        for prompt in prompts:
+            for choice in range(params.n):
+                builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids)
+                reply = Reply(self, len(self.replies), prompt, builder)
+
+                def sink(event: StreamEvent, reply: Reply = reply) -> None:
+                    self._bridge.post(reply, event)
+
+                reply.stream_id = self._engine.submit(prompt.token_ids, params, sink, choice=choice, seed=seed)
+                self.replies.append(reply)
+
+    def put(self, item: tuple[Reply, StreamEvent] | Lfm2Error) -> None:
+        self._queue.put_nowait(item)
+
+    @property
+    def running(self) -> bool:
+        return not all(reply.done for reply in self.replies)
+
+    async def next(self, patience_s: float) -> tuple[Reply, ReplyDelta]:
+        """What one of the replies gained. TimeoutError: nothing for so many seconds. Lfm2Error: one of them failed."""
+        while True:
+            try:
+                async with asyncio.timeout(patience_s):
+                    item = await self._queue.get()
+            except TimeoutError:
+                if not self._engine.alive:
+                    raise EngineDead(self._engine.fault or "the engine has stopped") from None
+                raise
+            if isinstance(item, Lfm2Error):
+                raise item
+            reply, event = item
+            if not reply.done:
+                return reply, self._feed(reply, event)
+
+    def _feed(self, reply: Reply, event: StreamEvent) -> ReplyDelta:
+        if event.finish_reason in ("error", "abort"):
+            reply.done = True
+            raise event.error or EngineDead(SHUTTING_DOWN)
+        delta = reply.builder.feed(event)
+        if delta.finish_reason is not None:
+            reply.done = True
+            if event.finish_reason is None:  # a stop string: the engine doesn't know yet
+                self._engine.cancel(reply.stream_id)
+        return delta
+
+    async def finish(self, patience_s: float) -> None:
+        """Wait for all replies."""
+        while self.running:
+            with contextlib.suppress(TimeoutError):
+                await self.next(patience_s)

@@ -1,0 +1,105 @@
+"""Prometheus metrics: vLLM's names where the meaning is the same, lfm2serve's own for pages and rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from lfm2serve.stream import StreamEvent
+
+if TYPE_CHECKING:
+    from lfm2serve.engine import Engine
+
+LABELS = ["model_name"]
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+TOKENS = (1, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000, 25000, 50000, 100000)
+
+
+class EngineCollector(Collector):
+    """Reads the engine's counters when Prometheus asks."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        census, done = stats.census, stats.counters
+        gauges = {
+            "vllm:num_requests_running": ("Replies that hold pages.", stats.filling + stats.running),
+            "vllm:num_requests_waiting": ("Requests that wait for pages or a slot.", stats.waiting),
+            "vllm:kv_cache_usage_perc": ("Share of K/V pages in use, 1 = all.", census.leased / max(1, census.total)),
+        }
+        counters = {
+            "vllm:prompt_tokens": ("Prompt tokens taken in.", done.prompt_tokens),
+            "vllm:generation_tokens": ("Tokens generated.", done.generated_tokens),
+            "lfm2serve:decode_rounds": ("Decode rounds.", done.decode_rounds),
+            "lfm2serve:prompt_steps": ("Prompt steps.", done.prompt_steps),
+            "lfm2serve:failed_steps": ("Steps that raised; their streams ran again alone.", done.failed_steps),
+            "lfm2serve:failed_streams": ("Replies that ended with an error of ours.", done.failed_streams),
+            "lfm2serve:census_errors": ("Idle checks that found pages missing: a bug.", done.census_errors),
+        }
+        for name, (help_text, value) in gauges.items():
+            gauge = GaugeMetricFamily(name, help_text, labels=LABELS)
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, (help_text, value) in counters.items():
+            counter = CounterMetricFamily(name, help_text, labels=LABELS)
+            counter.add_metric([self._model], value)
+            yield counter
+        pages = GaugeMetricFamily("lfm2serve:pages", "K/V pages of the pool by state.", labels=[*LABELS, "state"])
+        for state in ("free", "leased", "promised"):
+            pages.add_metric([self._model, state], getattr(census, state))
+        yield pages
+
+
+class ServerMetrics:
+    """The metrics of one app, in a registry of its own."""
+
+    def __init__(self, engine: Engine, model: str) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._model = model
+        registry.register(EngineCollector(engine, model))
+        ProcessCollector(registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, LABELS, buckets=buckets, registry=registry).labels(model)
+
+        self._first_token = histogram("vllm:time_to_first_token_seconds", "From arrival to the first token.", SECONDS)
+        self._gap = histogram("vllm:inter_token_latency_seconds", "Between a reply's tokens.", GAPS)
+        self._whole = histogram("vllm:e2e_request_latency_seconds", "From arrival to the last token.", SECONDS)
+        self._queued = histogram("vllm:request_queue_time_seconds", "Waiting for pages or a slot.", SECONDS)
+        self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
+        self._reply = histogram("vllm:request_generation_tokens", "Tokens of a reply.", TOKENS)
+        self._ends = Counter(
+            "vllm:request_success", "Finished replies by reason.", [*LABELS, "finished_reason"], registry=registry
+        )
+
+    def tokens(self, event: StreamEvent, at: float, previous: float | None) -> None:
+        """A reply gained tokens at the monotonic time `at`; its tokens before those came at `previous`."""
+        if previous is not None:
+            for _ in event.tokens:
+                self._gap.observe((at - previous) / len(event.tokens))
+        elif event.metrics.first_token is not None:
+            self._first_token.observe(event.metrics.first_token - event.metrics.arrival)
+
+    def finished(self, event: StreamEvent, reason: str) -> None:
+        """A reply's last event; `reason` is what the client was told."""
+        metrics = event.metrics
+        self._ends.labels(self._model, reason).inc()
+        self._prompt.observe(metrics.prompt_tokens)
+        self._reply.observe(metrics.output_tokens)
+        if metrics.admitted is not None:
+            self._queued.observe(metrics.admitted - metrics.arrival)
+        if metrics.finished is not None:
+            self._whole.observe(metrics.finished - metrics.arrival)
+
+    def exposition(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self._registry)

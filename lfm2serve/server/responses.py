@@ -1,0 +1,281 @@
+"""OpenAI's response shapes (with vLLM's extra fields), whole and in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from lfm2serve.chat.detokenize import Detokenizer
+from lfm2serve.chat.tokenizer import Tokenizer
+from lfm2serve.outputs import Logprob
+from lfm2serve.reply import ReplyDelta
+from lfm2serve.server.group import Reply
+from lfm2serve.server.requests import ChatRequest, CompletionRequest
+
+LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't say; vLLM's value
+
+Step = dict[int, Logprob] | None  # one token's log-probabilities: its own and the most likely ones'
+
+
+def clamped(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def usage(replies: Sequence[Reply]) -> dict[str, Any]:
+    """Token counts over all replies; a prompt with several replies counts once."""
+    firsts = {id(reply.prompt): reply for reply in reversed(replies)}.values()
+    prompt = sum(len(reply.prompt.token_ids) for reply in firsts)
+    completion = sum(len(reply.builder.token_ids) for reply in replies)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(reply.cached_tokens for reply in firsts)},
+    }
+
+
+def top_of(step: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+    """The `count` most likely tokens of a step, best first."""
+    return sorted(((i, p) for i, p in step.items() if p.rank <= count), key=lambda item: item[1].rank)
+
+
+def prompt_logprobs(steps: Sequence[Step], asked: int, ids: Sequence[int]) -> list[dict[str, Any] | None]:
+    """vLLM's prompt_logprobs: for each prompt token (null for the first) token id -> log-probability, rank and text."""
+    return [
+        None
+        if step is None
+        else {
+            str(i): {"logprob": clamped(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
+            for i, p in step.items()
+            if p.rank <= asked or i == token
+        }
+        for token, step in zip(ids, steps, strict=True)
+    ]
+
+
+class Shape(Protocol):
+    """How one endpoint writes its replies."""
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
+
+    def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]: ...
+
+    def usage_chunk(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
+
+
+class _Shape:
+    """Id, time and model of a response; every chunk of a stream carries the same ones."""
+
+    whole_object: str
+    chunk_object: str
+    id_prefix: str
+
+    def __init__(self, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: str, seed: int) -> None:
+        self._tokenizer = tokenizer
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._seed = seed
+        self._begun: set[int] = set()
+        self._null_usage = {"usage": None} if request.include_usage else {}
+
+    def _whole(self, choices: list[dict[str, Any]], replies: Sequence[Reply]) -> dict[str, Any]:
+        head = {"object": self.whole_object, **self._head, "seed": self._seed}
+        return {**head, "choices": choices, "usage": usage(replies)}
+
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {"object": self.chunk_object, **self._head, "choices": [choice], **more, **self._null_usage}
+
+    def usage_chunk(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        head = {"object": self.chunk_object, **self._head, "seed": self._seed}
+        return {**head, "choices": [], "usage": usage(replies)}
+
+    def _begins(self, reply: Reply) -> bool:
+        first = reply.index not in self._begun
+        self._begun.add(reply.index)
+        return first
+
+
+class ChatShape(_Shape):
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def __init__(self, request: ChatRequest, tokenizer: Tokenizer, model: str, seed: int) -> None:
+        super().__init__(request, tokenizer, model, seed)
+        self._request = request
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        body = self._whole([self._choice(reply) for reply in replies], replies)
+        ids = replies[0].prompt.token_ids
+        if self._request.prompt_logprobs is not None:
+            steps = replies[0].builder.prompt_logprobs or []
+            body["prompt_logprobs"] = prompt_logprobs(steps, self._request.prompt_logprobs, ids)
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = ids
+        return body
+
+    def _choice(self, reply: Reply) -> dict[str, Any]:
+        built = reply.builder
+        choice = {
+            "index": reply.index,
+            "message": {"role": "assistant", "content": built.text, "refusal": None},
+            "logprobs": self._logprobs(built.token_ids, built.logprobs),
+            "finish_reason": built.finish_reason,
+            "stop_reason": built.stop_reason,
+        }
+        if self._request.return_token_ids:
+            choice["token_ids"] = built.token_ids
+        return choice
+
+    def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]:
+        ids = self._request.return_token_ids
+        if self._begins(reply):
+            first = {"role": "assistant", "content": ""}
+            more = {"prompt_token_ids": reply.prompt.token_ids} if ids else {}
+            yield self._chunk({"index": reply.index, "delta": first, "logprobs": None, "finish_reason": None}, **more)
+        asked = (ids or self._request.logprobs) and delta.token_ids
+        if delta.text or delta.finish_reason is not None or asked:
+            choice: dict[str, Any] = {
+                "index": reply.index,
+                "delta": {"content": delta.text} if delta.text or asked else {},
+                "logprobs": self._logprobs(delta.token_ids, delta.logprobs) if delta.token_ids else None,
+                "finish_reason": delta.finish_reason,
+            }
+            if delta.finish_reason is not None:
+                choice["stop_reason"] = delta.stop_reason
+            if ids:
+                choice["token_ids"] = delta.token_ids
+            yield self._chunk(choice)
+
+    def _logprobs(self, ids: Sequence[int], steps: Sequence[dict[int, Logprob]] | None) -> dict[str, Any] | None:
+        if not self._request.logprobs or steps is None:
+            return None
+        count = self._request.top_logprobs or 0
+        content = []
+        for token, step in zip(ids, steps, strict=True):
+            top = [self._entry(i, p) for i, p in top_of(step, count)]
+            content.append({**self._entry(token, step[token]), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, value: Logprob) -> dict[str, Any]:
+        """bytes: the token's own, since a token can be part of a character."""
+        return {
+            "token": self._tokenizer.token_text(token),
+            "logprob": clamped(value.logprob),
+            "bytes": list(self._tokenizer.token_bytes(token)),
+        }
+
+
+class CompletionShape(_Shape):
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, request: CompletionRequest, tokenizer: Tokenizer, model: str, seed: int) -> None:
+        super().__init__(request, tokenizer, model, seed)
+        self._request = request
+        self._skip_special = request.skip_special_tokens is not False
+        self._places: dict[int, _Places] = {}
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        return self._whole([self._choice(reply) for reply in replies], replies)
+
+    def _choice(self, reply: Reply) -> dict[str, Any]:
+        built = reply.builder
+        whole = ReplyDelta(built.text, built.token_ids, built.logprobs, built.finish_reason, built.stop_reason)
+        choice = self._piece(reply, whole, first=True)
+        if self._request.prompt_logprobs is not None:
+            steps = built.prompt_logprobs or []
+            ids = reply.prompt.token_ids
+            choice["prompt_logprobs"] = prompt_logprobs(steps, self._request.prompt_logprobs, ids)
+        return choice
+
+    def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]:
+        first = self._begins(reply)
+        asked = (self._request.return_token_ids or self._request.logprobs is not None) and delta.token_ids
+        if delta.text or delta.finish_reason is not None or asked or (first and self._request.echo):
+            yield self._chunk(self._piece(reply, delta, first))
+
+    def _piece(self, reply: Reply, delta: ReplyDelta, first: bool) -> dict[str, Any]:
+        """A choice with what `delta` adds; the first one of an echo begins with the prompt."""
+        echo = first and self._request.echo
+        piece = {
+            "index": reply.index,
+            "text": self._echo(reply) + delta.text if echo else delta.text,
+            "logprobs": self._logprobs(reply, delta, echo),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if self._request.return_token_ids:
+            piece["token_ids"] = delta.token_ids
+            if first:
+                piece["prompt_token_ids"] = reply.prompt.token_ids
+        return piece
+
+    def _echo(self, reply: Reply) -> str:
+        if reply.prompt.text is not None:
+            return reply.prompt.text
+        return self._tokenizer.decode(reply.prompt.token_ids, skip_special_tokens=self._skip_special)
+
+    def _logprobs(self, reply: Reply, delta: ReplyDelta, echo: bool) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        ids: list[int] = []
+        steps: list[Step] = []
+        offsets: list[int] = []
+        if echo:
+            ids += reply.prompt.token_ids
+            steps += reply.builder.prompt_logprobs or []
+            offsets += self._prompt_offsets(reply)
+        if delta.logprobs is not None:
+            places = self._places.get(reply.index)
+            if places is None:
+                start = len(self._echo(reply)) if self._request.echo else 0
+                places = self._places[reply.index] = _Places(self._tokenizer, self._skip_special, start)
+            ids += delta.token_ids
+            steps += delta.logprobs
+            offsets += places.of(delta.token_ids)
+        return {
+            "tokens": [self._tokenizer.token_text(token) for token in ids],
+            "token_logprobs": [
+                None if step is None else clamped(step[token].logprob) for token, step in zip(ids, steps, strict=True)
+            ],
+            "top_logprobs": [
+                None if step is None else self._top(token, step) for token, step in zip(ids, steps, strict=True)
+            ],
+            "text_offset": offsets,
+        }
+
+    def _prompt_offsets(self, reply: Reply) -> list[int]:
+        """Where each prompt token begins in the echo. Control strings that were typed have their width, the begin
+        token that we added has none."""
+        prompt = reply.prompt
+        if prompt.text is None:
+            return _Places(self._tokenizer, self._skip_special, 0).of(prompt.token_ids)
+        first = prompt.token_ids[0]
+        added = first == self._tokenizer.bos_token_id and not prompt.text.startswith(self._tokenizer.token_text(first))
+        typed = prompt.token_ids[1:] if added else prompt.token_ids
+        return [0] * added + _Places(self._tokenizer, False, 0).of(typed)
+
+    def _top(self, token: int, step: dict[int, Logprob]) -> dict[str, float]:
+        """Text -> log-probability of the most likely tokens and the chosen one; of two with one text, the likelier."""
+        top: dict[str, float] = {}
+        for i, value in [*top_of(step, self._request.logprobs or 0), (token, step[token])]:
+            top.setdefault(self._tokenizer.token_text(i), clamped(value.logprob))
+        return top
+
+
+class _Places:
+    """Where each token's text begins, in characters: a token inside a character begins where the character does."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, start: int) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special)
+        self._at = start
+
+    def of(self, ids: Sequence[int]) -> list[int]:
+        places = []
+        for token in ids:
+            places.append(self._at)
+            self._at += len(self._detokenizer.push([token]))
+        return places

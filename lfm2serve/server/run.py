@@ -1,0 +1,94 @@
+"""Running the app: bind, serve, and end cleanly on SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+
+from lfm2serve.errors import Lfm2Error
+
+KEEP_ALIVE_S = 75  # of idle connections; longer than clients keep theirs, so that they never write to a closed one
+LAST_WORDS_S = 5  # for replies that were cut short to reach their clients
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Lfm2Error: the address is taken, unknown or not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise Lfm2Error(f"can't listen on {host}:{port}: {reason}") from None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with a bound on the drain after which replies end with an error rather than a broken connection."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], None], drain_s: float) -> None:
+        super().__init__(config)
+        self._stop = stop
+        self._drain_s = drain_s
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        bound = asyncio.get_running_loop().call_later(self._drain_s, self._stop)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            bound.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals end the server and aren't raised again afterwards: the caller still has a runtime to close."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def run(
+    app: Starlette,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    drain_s: float = 30.0,
+    on_ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve `app` until SIGTERM or Ctrl-C; then accept nothing new, let replies finish for up to drain_s seconds, end
+    the rest with an error, and return. A second Ctrl-C doesn't wait.
+
+    port 0 takes a free one; on_ready is called with the base URL once connections are accepted.
+    """
+    listener = listen(host, port)
+    config = uvicorn.Config(
+        app,
+        access_log=False,
+        log_level="warning",
+        lifespan="on",
+        ws="none",
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(drain_s) + LAST_WORDS_S,
+    )
+    server = _Server(config, app.state.server.stop, drain_s)
+    shown = f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{listener.getsockname()[1]}"
+
+    async def serve() -> None:
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started and on_ready is not None:
+            on_ready(url)
+        await serving
+
+    asyncio.run(serve())

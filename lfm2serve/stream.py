@@ -1,0 +1,136 @@
+"""One request's life inside the engine, and the events that tell the world about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from lfm2serve.errors import Lfm2Error
+from lfm2serve.memory.pages import Lease
+from lfm2serve.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability and rank (1 = most likely) of one token, and the most likely tokens, best first."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class StreamMetrics:
+    """Times are time.monotonic() seconds; counts are tokens."""
+
+    arrival: float
+    prompt_tokens: int
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StreamEvent:
+    """What happened to a stream in one turn of the engine.
+
+    tokens: new ones, in order (the eos or stop token that ends a reply is among them); logprobs: one entry a token
+    when asked for; prompt_logprobs: once, the first entry is None. finish_reason is None while the stream runs, then
+    "stop", "length", "abort" or "error"; stop_reason: the entry of stop_token_ids that ended it.
+    """
+
+    stream_id: int
+    metrics: StreamMetrics
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: Lfm2Error | None = None
+
+
+Sink = Callable[[StreamEvent], None]
+
+
+class Stream:
+    """A reply in the making: its tokens, how many of their rows have run, and when it ends.
+
+    `tokens` is the prompt and the reply so far; `rows_done` of them have K/V rows and conv states. A decode row is
+    the case of one row left; a prompt chunk is the case of many. Setting rows_done to 0 starts afresh, and by the
+    law the reply doesn't change.
+    """
+
+    def __init__(
+        self,
+        stream_id: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        max_tokens: int,
+        seed: int,
+        choice: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.id = stream_id
+        self.tokens = list(prompt)
+        self.prompt_len = len(self.tokens)
+        self.params = params
+        self.sink = sink
+        self.max_tokens = max_tokens
+        self.seed = seed % 2**64
+        self.choice = choice
+        self.eos = frozenset() if params.ignore_eos else eos_token_ids
+        self.stop_ids = frozenset(params.stop_token_ids)
+        self.banned_early = sorted(self.eos | self.stop_ids) if params.min_tokens else []
+        self.metrics = StreamMetrics(arrival=time.monotonic(), prompt_tokens=self.prompt_len)
+        self.rows_done = 0
+        self.slot = -1
+        self.lease: Lease | None = None
+        self.alone = False  # after a failed step: runs by itself until its rows are back
+        self.cancelled = False
+        self.finish_reason: str | None = None
+        self.stop_reason: int | None = None
+        self.scored: list[TokenLogprobs | None] | None = [None] if params.prompt_logprobs is not None else None
+
+    @property
+    def rows_left(self) -> int:
+        """Rows that have to run before the next token can be drawn."""
+        return len(self.tokens) - self.rows_done
+
+    def next_rows(self, count: int) -> list[int]:
+        """The tokens of the next `count` rows."""
+        return self.tokens[self.rows_done : self.rows_done + count]
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def scoring(self) -> bool:
+        """Whether prompt rows still need their log-probabilities."""
+        return self.scored is not None and len(self.scored) < self.prompt_len
+
+    def bans(self) -> list[int]:
+        """Token ids that may not be drawn now."""
+        return self.banned_early if self.output_len < self.params.min_tokens else []
+
+    def append(self, token: int) -> None:
+        """Take a drawn token and settle whether it ends the reply."""
+        self.tokens.append(token)
+        count = self.metrics.output_tokens = self.output_len
+        if self.metrics.first_token is None:
+            self.metrics.first_token = time.monotonic()
+        if token in self.eos or token in self.stop_ids:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self.stop_ids and token not in self.eos else None
+        elif count >= self.max_tokens:
+            self.finish_reason = "length"
+
+    def event(self, **changes: object) -> StreamEvent:
+        """An event of this stream; a last one carries its own copy of the metrics."""
+        metrics = replace(self.metrics) if changes.get("finish_reason") else self.metrics
+        return StreamEvent(self.id, metrics, **changes)  # type: ignore[arg-type]
