@@ -146,15 +146,16 @@ def _short_names(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 def _with_stored_size(config: ModelConfig, tensors: dict[str, TensorInfo]) -> ModelConfig:
     """The config with the dense feed-forward size of the tensors: exporters disagree about the adjust rule."""
     w1 = tensors.get("layers.0.feed_forward.w1.weight")
-    if config.model_type != "lfm2" or w1 is None or len(w1.shape) != 2 or w1.shape[0] == config.intermediate_size:
+    if config.model_type != "lfm2" or w1 is None or len(w1.shape) != 2:
         return config
     size = w1.shape[0]
     if size == 0 or size % K_MULTIPLE:
-        raise CheckpointError(f"{w1.file.name}: {w1.name} has {size} rows, which is no multiple of {K_MULTIPLE}")
-    log.warning(
-        "config.json: intermediate_size gives a feed-forward size of %d, but %s has %d rows, which are used",
-        config.intermediate_size, w1.name, size,
-    )  # fmt: skip
+        raise CheckpointError(f"{w1.file.name}: {w1.name} has {size} rows, not a multiple of {K_MULTIPLE}")
+    if size != config.intermediate_size:
+        log.warning(
+            "config.json: intermediate_size gives a feed-forward size of %d, but %s has %d rows, which are used",
+            config.intermediate_size, w1.name, size,
+        )  # fmt: skip
     return replace(config, intermediate_size=size)
 
 

@@ -111,8 +111,9 @@ def serve(
     from lfm2serve.server.app import create_app
     from lfm2serve.server.run import listen
     from lfm2serve.server.run import run as run_server
-    from lfm2serve.terminal import LoadProgress
+    from lfm2serve.terminal import LoadProgress, announce_compiling
 
+    announce_compiling()
     listen(host, port).close()  # an address that is taken is known before the weights are read
     runtime = load_runtime(model, options, offline=offline, progress=LoadProgress())
     try:

@@ -119,9 +119,8 @@ class ModelConfig:
         fields.check(fields.size("head_dim", default=HEAD_DIM) == HEAD_DIM, "head_dim", f"must be {HEAD_DIM}")
         fields.check(heads % kv_heads == 0, "num_key_value_heads", f"must divide num_attention_heads ({heads})")
         layer_types = _layer_types(fields)
-        intermediate = _intermediate_size(fields) if model_type == "lfm2" else fields.size("intermediate_size")
-        fields.check_multiple("intermediate_size", intermediate)
         moe = model_type == "lfm2_moe"
+        intermediate = fields.inner_size("intermediate_size") if moe else _intermediate_size(fields)
         experts = _experts(fields, len(layer_types)) if moe else {"num_dense_layers": len(layer_types)}
         return cls(
             model_type=model_type,
@@ -239,8 +238,11 @@ class _Fields:
         self.check(isinstance(value, bool), name, "must be true or false")
         return bool(value)
 
-    def check_multiple(self, name: str, value: int) -> None:
-        self.check(value % K_MULTIPLE == 0, name, f"gives {value}, which is no multiple of {K_MULTIPLE}")
+    def inner_size(self, name: str) -> int:
+        """A size that is the inner dimension of a matrix product."""
+        value = self.size(name)
+        self.check(value % K_MULTIPLE == 0, name, f"must be a multiple of {K_MULTIPLE}")
+        return value
 
     def token(self, name: str, vocab: int) -> int | None:
         value = self.raw.get(name)
@@ -329,7 +331,7 @@ def _rope_theta(fields: _Fields) -> float:
 
 
 def _intermediate_size(fields: _Fields) -> int:
-    """The dense feed-forward size as Lfm2MLP derives it from config.json."""
+    """The dense feed-forward size as transformers' Lfm2MLP derives it; the tensors have the last word."""
     name = "block_ff_dim" if fields.raw.get("block_ff_dim") is not None else "intermediate_size"
     size = fields.size(name)
     if not fields.flag("block_auto_adjust_ff_dim", default=False):
@@ -351,8 +353,7 @@ def _experts(fields: _Fields, layers: int) -> dict[str, Any]:
     fields.check(chosen <= count, "num_experts_per_tok", f"is above num_experts ({count})")
     dense = fields.size("num_dense_layers", low=0)
     fields.check(dense < layers, "num_dense_layers", f"must be below num_hidden_layers ({layers})")
-    size = fields.size("moe_intermediate_size")
-    fields.check_multiple("moe_intermediate_size", size)
+    size = fields.inner_size("moe_intermediate_size")
     return {
         "num_experts": count,
         "num_experts_per_tok": chosen,

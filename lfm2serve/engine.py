@@ -118,7 +118,7 @@ class Engine:
         InvalidRequest: a bad token id or an empty prompt. ContextLengthExceeded: longer than the context.
         RequestTooLarge: needs more pages than the pool has. EngineDead: closed, or stopped by a fault.
         """
-        max_tokens = self._check(prompt_token_ids, params)
+        max_tokens = self.check(prompt_token_ids, params)
         with self._settled:
             if not self.alive:
                 raise EngineDead(self._why_dead())
@@ -161,18 +161,18 @@ class Engine:
     def _why_dead(self) -> str:
         return f"the engine stopped after a fault: {self.fault}" if self.fault else "the engine is closed"
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> int:
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """The reply limit of a request that can be served; raises for one that can't."""
         count, wanted = len(prompt), params.max_tokens
         if count == 0:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
         for token in prompt:
             if not 0 <= token < self.vocab:
-                raise InvalidRequest(f"token id {token} is outside the vocabulary of {self.vocab}", param="prompt")
+                raise InvalidRequest(f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt")
         for token in (*params.stop_token_ids, *(params.logit_bias or ())):
             if token >= self.vocab:
                 name = "stop_token_ids" if token in params.stop_token_ids else "logit_bias"
-                raise InvalidRequest(f"token id {token} is outside the vocabulary of {self.vocab}", param=name)
+                raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary of {self.vocab}", param=name)
         least = 1 if wanted is None else wanted
         if wanted == 0 and params.prompt_logprobs is None:
             raise InvalidRequest("max_tokens=0 gives nothing without prompt_logprobs", param="max_tokens")

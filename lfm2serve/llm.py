@@ -19,11 +19,12 @@ from lfm2serve.replies import Replies, Request
 from lfm2serve.reply import ReplyDelta
 from lfm2serve.runtime import Runtime, load_runtime, new_seed
 from lfm2serve.sampling import SamplingParams
-from lfm2serve.terminal import LoadProgress, ProgressLine
+from lfm2serve.terminal import LoadProgress, ProgressLine, announce_compiling
 
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 Prompt = str | Sequence[int] | Mapping[str, Any]
+Tools = Sequence[dict[str, Any]] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 VLLM_NAMES = {"max_model_len": "context", "max_num_seqs": "max_streams"}
@@ -36,8 +37,8 @@ class LLM:
     options: the fields of EngineOptions (device, dtype, context, max_streams, kv, kv_pages, ...); vLLM's
     `max_model_len` and `max_num_seqs` are taken as `context` and `max_streams`.
 
-    Raises CheckpointError, DeviceError, MemoryPlanError or InvalidRequest, each one readable line. `close()`, or leaving
-    a `with` block, gives its memory back without ending the process. Methods may be called from any thread.
+    Raises CheckpointError, DeviceError, MemoryPlanError or InvalidRequest, each one readable line. `close()`, or
+    leaving a `with` block, gives its memory back without ending the process. Methods may be called from any thread.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class LLM:
         if len(renamed) < len(options):
             raise InvalidRequest(f"an option is given under two names: {', '.join(sorted(options))}", param="options")
         self._runtime: Runtime | None = None
+        if progress:
+            announce_compiling()
         runtime = load_runtime(
             Path(model) if isinstance(model, os.PathLike) else model,
             EngineOptions.from_dict(renamed),
@@ -82,7 +85,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many, through the checkpoint's chat template.
@@ -101,7 +104,7 @@ class LLM:
         prompt: Prompt | Conversation,
         sampling_params: SamplingParams | None = None,
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> ReplyStream:
         """Answer one prompt (as in `generate`) or one conversation (as in `chat`) piece by piece.
@@ -114,12 +117,11 @@ class LLM:
         params = sampling_params or runtime.default_params()
         if params.n != 1:
             raise InvalidRequest(f"n={params.n}: a stream gives one reply", param="n")
-        encoded: tuple[str | None, list[int]]
         if _is_conversation(prompt):
-            encoded = _encode_chat(runtime, prompt, tools, True, chat_template_kwargs or {})
+            text, ids = _encode_chat(runtime, prompt, tools, True, chat_template_kwargs or {})
         else:
-            encoded = _encode_prompt(runtime, prompt)
-        return ReplyStream(runtime, self._request(*encoded, params))
+            text, ids = _encode_prompt(runtime, prompt)
+        return ReplyStream(runtime, self._request(text, ids, params))
 
     @property
     def name(self) -> str:
@@ -181,7 +183,7 @@ class LLM:
         self, prompts: Sequence[tuple[str | None, list[int]]], sampling_params: Params, use_tqdm: bool
     ) -> list[RequestOutput]:
         runtime = self._open_runtime()
-        params = _params_list(sampling_params or runtime.default_params(), len(prompts))
+        params = _params_list(runtime.default_params() if sampling_params is None else sampling_params, len(prompts))
         requests = [self._request(text, ids, p) for (text, ids), p in zip(prompts, params, strict=True)]
         replies = Replies(runtime, requests)
         total, tokens = len(requests), 0
@@ -241,47 +243,41 @@ class ReplyStream:
             self._replies.cancel(wait=False)  # the collector may run on any thread, the engine's too
 
 
-def _is_token_ids(value: object) -> bool:
-    """A non-empty sequence of whole numbers (a prompt), not a sequence of prompts."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and len(value) > 0
-        and all(hasattr(item, "__index__") and not isinstance(item, bool) for item in value)
-    )
+def _is_list(value: object) -> bool:
+    """A list, tuple or the like; text is none."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _is_conversation(value: Prompt | Conversation) -> TypeIs[Conversation]:
-    """A non-empty sequence of messages: each a mapping with a role."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and len(value) > 0
-        and all(isinstance(item, Mapping) and "role" in item for item in value)
-    )
+def _is_token_ids(value: Any) -> bool:
+    return _is_list(value) and len(value) > 0 and all(_is_whole_number(item) for item in value)
 
 
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def _is_whole_number(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _is_conversation(value: Any) -> bool:
+    return _is_list(value) and len(value) > 0 and all(isinstance(item, Mapping) and "role" in item for item in value)
+
+
+def _prompt_list(prompts: Any) -> Sequence[Any]:
+    """The prompts of a call, where a single one may stand without a list around it."""
     if isinstance(prompts, str | Mapping) or _is_token_ids(prompts):
-        return [prompts]  # type: ignore[list-item]
-    if not isinstance(prompts, Sequence):
+        return [prompts]
+    if not _is_list(prompts):
         kind = type(prompts).__name__
         raise InvalidRequest(f"prompts: want text, token ids or a list of them, got {kind}", param="prompts")
-    return prompts  # type: ignore[return-value]
+    return list(prompts)
 
 
-def _encode_prompt(runtime: Runtime, prompt: Prompt) -> tuple[str | None, list[int]]:
+def _encode_prompt(runtime: Runtime, prompt: Any) -> tuple[str | None, list[int]]:
     """(text or None, token ids) of one prompt."""
     if isinstance(prompt, Mapping):
-        known = [name for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
-        if len(prompt) != len(known) or not known:
-            names = ", ".join(sorted(map(str, prompt)))
-            raise InvalidRequest(
-                f"a prompt as a dict has 'prompt' or 'prompt_token_ids', got: {names}", param="prompts"
-            )
-        text = prompt.get("prompt")
-        ids = runtime.encode_prompt(prompt[known[0]])
-        return (text if isinstance(text, str) else None), ids
+        fields = {name: value for name, value in prompt.items() if value is not None}
+        if len(fields) != 1 or next(iter(fields)) not in ("prompt", "prompt_token_ids"):
+            names = ", ".join(map(str, fields))
+            raise InvalidRequest(f"prompts: a dict holds 'prompt' or 'prompt_token_ids', got: {names}", param="prompts")
+        [prompt] = fields.values()
     if isinstance(prompt, str):
         return prompt, runtime.encode_prompt(prompt)
     if not _is_token_ids(prompt):
@@ -289,26 +285,22 @@ def _encode_prompt(runtime: Runtime, prompt: Prompt) -> tuple[str | None, list[i
     return None, runtime.encode_prompt([int(token) for token in prompt])
 
 
-def _conversation_list(messages: Conversation | Sequence[Conversation]) -> Sequence[Conversation]:
-    if isinstance(messages, Sequence) and messages and isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or any(isinstance(c, str) for c in messages):
+def _conversation_list(messages: Any) -> Sequence[Any]:
+    """The conversations of a call, where a single one may stand without a list around it."""
+    if _is_list(messages) and messages and all(isinstance(item, Mapping) for item in messages):
+        return [messages]
+    if not _is_list(messages) or not all(_is_list(item) and item for item in messages):
         raise InvalidRequest(
             "messages: want a list of {'role': ..., 'content': ...}, or a list of such lists", param="messages"
         )
-    return messages  # type: ignore[return-value]
+    return list(messages)
 
 
 def _encode_chat(
-    runtime: Runtime,
-    conversation: Conversation,
-    tools: list[dict[str, Any]] | None,
-    add_generation_prompt: bool,
-    switches: Mapping[str, Any],
-) -> tuple[str, list[int]]:
+    runtime: Runtime, conversation: Any, tools: Tools, add_generation_prompt: bool, switches: Mapping[str, Any]
+) -> tuple[str | None, list[int]]:
     """(rendered text, token ids) of one conversation."""
-    messages = [dict(message) for message in conversation]
-    ids = runtime.encode_chat(messages, tools=tools, add_generation_prompt=add_generation_prompt, **switches)
+    ids = runtime.encode_chat(list(conversation), tools=tools, add_generation_prompt=add_generation_prompt, **switches)
     return runtime.tokenizer.decode(ids, skip_special_tokens=False), ids
 
 

@@ -67,6 +67,7 @@ class Replies:
     def __init__(self, runtime: Runtime, requests: Sequence[Request]) -> None:
         self._engine = runtime.engine
         self._requests = list(requests)
+        self.ended_requests = 0
         self._queue: SimpleQueue[tuple[Request, Choice, StreamEvent]] = SimpleQueue()
         for request in self._requests:
             request.choices = [
@@ -100,11 +101,7 @@ class Replies:
 
     @property
     def ended(self) -> bool:
-        return all(request.ended for request in self._requests)
-
-    @property
-    def ended_requests(self) -> int:
-        return sum(request.ended for request in self._requests)
+        return self.ended_requests == len(self._requests)
 
     def next(self) -> tuple[Request, ReplyDelta]:
         """Wait for what is new. An error of a choice, or an interrupt of the wait, cancels them all."""
@@ -131,7 +128,9 @@ class Replies:
                 if not self._engine.alive and self._queue.empty():
                     raise EngineDead(self._engine.fault or "the engine is closed") from None
                 continue
-            choice.ended = event.finish_reason is not None
+            if event.finish_reason is not None:
+                choice.ended = True
+                self.ended_requests += request.ended
             return request, choice, event
 
     def cancel(self, wait: bool = True) -> None:

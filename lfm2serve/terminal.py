@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 BAR_CELLS = 24
 REDRAW_S = 0.1
@@ -92,3 +93,23 @@ class LoadProgress:
         self._line.update(done, f"{human_bytes(done)} of {human_bytes(total)}, {human_bytes(rate)}/s,")
         if done >= total:
             self._line.__exit__(None, None, None)
+
+
+@functools.cache
+def announce_compiling() -> None:
+    """From now on say once, where somebody watches, why the first start on a machine is slow."""
+    from numba.core import event
+
+    class Announcer(event.Listener):  # type: ignore[misc]
+        said = False
+
+        def on_start(self, event: Any) -> None:
+            ours = event.data["dispatcher"].py_func.__module__.startswith("kernels_numba")
+            if ours and not self.said and is_watched(sys.stderr):
+                print("Compiling kernels for this processor (once, about a minute) ...", file=sys.stderr, flush=True)
+                self.said = True
+
+        def on_end(self, event: Any) -> None:
+            pass
+
+    event.register("numba:compile", Announcer())

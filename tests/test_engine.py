@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -17,12 +18,14 @@ from tests.law.harness import CONTEXT, VOCAB, Way, engine_for, prompt
 
 
 class Reply:
-    """Collects one stream's events."""
+    """Collects one stream's events. Each gets its own seed: the harness tells replies apart by it."""
 
-    def __init__(self, engine: Engine, ids: object, params: SamplingParams, seed: int = 0) -> None:
+    _seeds = itertools.count()
+
+    def __init__(self, engine: Engine, ids: object, params: SamplingParams) -> None:
         self.events: list[StreamEvent] = []
         self._end = threading.Event()
-        self.id = engine.submit(ids, params, self._sink, seed=seed)  # type: ignore[arg-type]
+        self.id = engine.submit(ids, params, self._sink, seed=next(self._seeds))  # type: ignore[arg-type]
 
     def _sink(self, event: StreamEvent) -> None:
         self.events.append(event)
@@ -101,7 +104,7 @@ def test_stop_ids_eos_and_min_tokens(tiny_moe: Path) -> None:
 
 def test_ids_beyond_the_tokenizer_are_never_drawn_and_not_in_the_normalisation(tiny_moe: Path) -> None:
     with engine_for(tiny_moe, Way()) as (engine, _):
-        reply = Reply(engine, prompt(9, 1), SamplingParams(temperature=5.0, max_tokens=200, ignore_eos=True, logprobs=20), 3)
+        reply = Reply(engine, prompt(9, 1), SamplingParams(temperature=5.0, max_tokens=200, ignore_eos=True, logprobs=20))
         reply.wait()
         assert max(reply.tokens) < VOCAB
         everything = [entry for event in reply.events for entry in event.logprobs or []]

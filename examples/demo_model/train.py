@@ -180,8 +180,10 @@ def main() -> None:
 
     spawn = mp.get_context("spawn")
     queues = [spawn.Queue(6) for _ in range(args.workers)]
-    for i, q in enumerate(queues):
-        spawn.Process(target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q), daemon=True).start()
+    workers = [spawn.Process(target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q), daemon=True)
+               for i, q in enumerate(queues)]
+    for process in workers:
+        process.start()
     ready: queue.Queue[list[Tensor]] = queue.Queue(4)
 
     def feed() -> None:
@@ -257,7 +259,9 @@ def main() -> None:
             print(scores, flush=True)
             save(model, args.base, args.out, log)
     print(f"done: {step} steps, {time.time() - begin:.1f} s", flush=True)
-    os._exit(0)
+    for process in workers:
+        process.kill()
+    os._exit(0)         # the feeding thread and the queues' threads never end by themselves
 
 
 if __name__ == "__main__":

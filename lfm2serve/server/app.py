@@ -58,7 +58,7 @@ class ServerState:
         """End every request in flight with an error, and refuse new ones."""
         self.stopping = True
         for group in self.groups:
-            group.put(EngineDead(SHUTTING_DOWN))
+            group.fail(EngineDead(SHUTTING_DOWN))
 
 
 def state_of(request: Request) -> ServerState:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Self
 
-from lfm2serve.errors import EngineDead, Lfm2Error
+from lfm2serve.errors import EngineDead
 from lfm2serve.reply import ReplyBuilder, ReplyDelta
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.metrics import ServerMetrics
 from lfm2serve.stream import StreamEvent
 
 if TYPE_CHECKING:
-    from lfm2serve.engine import Engine
     from lfm2serve.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
 
@@ -51,7 +54,11 @@ class Bridge:
         self._awake = False  # before the reading, so that a later post wakes us again
         while self._posted:
             reply, event, at = self._posted.popleft()
-            reply.receive(event, at)
+            try:
+                reply.receive(event, at)
+            except Exception as error:
+                log.exception("a reply failed; the others go on")
+                reply.group.fail(error)
 
 
 class Reply:
@@ -64,7 +71,7 @@ class Reply:
         self.builder = builder
         self.stream_id = -1
         self.cached_tokens = 0
-        self.done = False
+        self.done = False  # ended or cancelled: what still comes adds nothing
         self._last_token_at: float | None = None
 
     def receive(self, event: StreamEvent, at: float) -> None:
@@ -72,11 +79,24 @@ class Reply:
         if event.tokens:
             self.group.metrics.tokens(event, at, self._last_token_at)
             self._last_token_at = at
+        if not self.done:
+            self._grow(event)
         if event.finish_reason is not None:
             # A stop string ends a reply here while the engine only sees a cancel.
             self.group.metrics.finished(event, self.builder.finish_reason or event.finish_reason)
+
+    def _grow(self, event: StreamEvent) -> None:
         self.cached_tokens = event.metrics.cached_tokens
-        self.group.put((self, event))
+        if event.finish_reason in ("error", "abort"):
+            self.done = True
+            self.group.fail(event.error or EngineDead(SHUTTING_DOWN))
+            return
+        delta = self.builder.feed(event)
+        if delta.finish_reason is not None:
+            self.done = True
+            if event.finish_reason is None:  # a stop string: the engine doesn't know yet
+                self.group.cancel(self)
+        self.group.put(self, delta)
 
 
 class ReplyGroup:
@@ -85,10 +105,11 @@ class ReplyGroup:
     def __init__(self, runtime: Runtime, metrics: ServerMetrics, bridge: Bridge) -> None:
         self.replies: list[Reply] = []
         self.metrics = metrics
-        self._engine: Engine = runtime.engine
+        self._engine = runtime.engine
         self._tokenizer = runtime.tokenizer
         self._bridge = bridge
-        self._queue: asyncio.Queue[tuple[Reply, StreamEvent] | Lfm2Error] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[Reply, ReplyDelta] | Exception] = asyncio.Queue()
+        self._unread = 0  # replies whose end `next` hasn't given yet
 
     def __enter__(self) -> Self:
         return self
@@ -97,7 +118,7 @@ class ReplyGroup:
         for reply in self.replies:
             if not reply.done:
                 reply.done = True
-                self._engine.cancel(reply.stream_id)
+                self.cancel(reply)
 
     def submit(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> None:
         """Start n replies to each prompt. They share the seed; a reply's place among its prompt's n joins the key."""
@@ -105,46 +126,39 @@ class ReplyGroup:
             for choice in range(params.n):
                 builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids)
                 reply = Reply(self, len(self.replies), prompt, builder)
-
-                def sink(event: StreamEvent, reply: Reply = reply) -> None:
-                    self._bridge.post(reply, event)
-
+                sink = partial(self._bridge.post, reply)
                 reply.stream_id = self._engine.submit(prompt.token_ids, params, sink, choice=choice, seed=seed)
                 self.replies.append(reply)
+                self._unread += 1
 
-    def put(self, item: tuple[Reply, StreamEvent] | Lfm2Error) -> None:
-        self._queue.put_nowait(item)
+    def cancel(self, reply: Reply) -> None:
+        self._engine.cancel(reply.stream_id)
+
+    def put(self, reply: Reply, delta: ReplyDelta) -> None:
+        self._queue.put_nowait((reply, delta))
+
+    def fail(self, error: Exception) -> None:
+        """Make `next` raise this once everything before it is read."""
+        self._queue.put_nowait(error)
 
     @property
     def running(self) -> bool:
-        return not all(reply.done for reply in self.replies)
+        return self._unread > 0
 
     async def next(self, patience_s: float) -> tuple[Reply, ReplyDelta]:
         """What one of the replies gained. TimeoutError: nothing for so many seconds. Lfm2Error: one of them failed."""
-        while True:
-            try:
-                async with asyncio.timeout(patience_s):
-                    item = await self._queue.get()
-            except TimeoutError:
-                if not self._engine.alive:
-                    raise EngineDead(self._engine.fault or "the engine has stopped") from None
-                raise
-            if isinstance(item, Lfm2Error):
-                raise item
-            reply, event = item
-            if not reply.done:
-                return reply, self._feed(reply, event)
-
-    def _feed(self, reply: Reply, event: StreamEvent) -> ReplyDelta:
-        if event.finish_reason in ("error", "abort"):
-            reply.done = True
-            raise event.error or EngineDead(SHUTTING_DOWN)
-        delta = reply.builder.feed(event)
-        if delta.finish_reason is not None:
-            reply.done = True
-            if event.finish_reason is None:  # a stop string: the engine doesn't know yet
-                self._engine.cancel(reply.stream_id)
-        return delta
+        try:
+            async with asyncio.timeout(patience_s):
+                item = await self._queue.get()
+        except TimeoutError:
+            if not self._engine.alive:
+                raise EngineDead(self._engine.fault or "the engine has stopped") from None
+            raise
+        if isinstance(item, Exception):
+            raise item
+        if item[1].finish_reason is not None:
+            self._unread -= 1
+        return item
 
     async def finish(self, patience_s: float) -> None:
         """Wait for all replies."""

@@ -277,11 +277,11 @@ def chat_ids(
     runtime: Runtime, messages: list[dict[str, Any]], add_generation_prompt: bool, switches: dict[str, Any]
 ) -> list[int]:
     """A conversation's token ids; `switches` are variables of the checkpoint's chat template."""
-    for name in switches if runtime.template is not None else ():
-        if name not in runtime.template.switches:
-            known = ", ".join(sorted(runtime.template.switches)) or "none"
+    known = runtime.template.switches if runtime.template is not None else frozenset()
+    for name in switches:
+        if name not in known:
             param = f"chat_template_kwargs.{name}"
-            raise InvalidRequest(f"{param}: the chat template has no such switch (it has: {known})", param=param)
+            raise InvalidRequest(f"{param}: the chat template has no such switch ({sorted(known)} are)", param=param)
     return runtime.encode_chat(messages, add_generation_prompt=add_generation_prompt, **switches)
 
 

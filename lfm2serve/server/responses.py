@@ -14,13 +14,7 @@ from lfm2serve.reply import ReplyDelta
 from lfm2serve.server.group import Reply
 from lfm2serve.server.requests import ChatRequest, CompletionRequest
 
-LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't say; vLLM's value
-
 Step = dict[int, Logprob] | None  # one token's log-probabilities: its own and the most likely ones'
-
-
-def clamped(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
 
 
 def usage(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -38,7 +32,8 @@ def usage(replies: Sequence[Reply]) -> dict[str, Any]:
 
 def top_of(step: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
     """The `count` most likely tokens of a step, best first."""
-    return sorted(((i, p) for i, p in step.items() if p.rank <= count), key=lambda item: item[1].rank)
+    ranked = sorted((p.rank, i) for i, p in step.items() if p.rank is not None and p.rank <= count)
+    return [(i, step[i]) for _, i in ranked]
 
 
 def prompt_logprobs(steps: Sequence[Step], asked: int, ids: Sequence[int]) -> list[dict[str, Any] | None]:
@@ -47,9 +42,8 @@ def prompt_logprobs(steps: Sequence[Step], asked: int, ids: Sequence[int]) -> li
         None
         if step is None
         else {
-            str(i): {"logprob": clamped(p.logprob), "rank": p.rank, "decoded_token": p.decoded_token}
-            for i, p in step.items()
-            if p.rank <= asked or i == token
+            str(i): {"logprob": p.logprob, "rank": p.rank, "decoded_token": p.decoded_token}
+            for i, p in [(token, step[token]), *top_of(step, asked)]
         }
         for token, step in zip(ids, steps, strict=True)
     ]
@@ -162,7 +156,7 @@ class ChatShape(_Shape):
         """bytes: the token's own, since a token can be part of a character."""
         return {
             "token": self._tokenizer.token_text(token),
-            "logprob": clamped(value.logprob),
+            "logprob": value.logprob,
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
 
@@ -239,7 +233,7 @@ class CompletionShape(_Shape):
         return {
             "tokens": [self._tokenizer.token_text(token) for token in ids],
             "token_logprobs": [
-                None if step is None else clamped(step[token].logprob) for token, step in zip(ids, steps, strict=True)
+                None if step is None else step[token].logprob for token, step in zip(ids, steps, strict=True)
             ],
             "top_logprobs": [
                 None if step is None else self._top(token, step) for token, step in zip(ids, steps, strict=True)
@@ -262,7 +256,7 @@ class CompletionShape(_Shape):
         """Text -> log-probability of the most likely tokens and the chosen one; of two with one text, the likelier."""
         top: dict[str, float] = {}
         for i, value in [*top_of(step, self._request.logprobs or 0), (token, step[token])]:
-            top.setdefault(self._tokenizer.token_text(i), clamped(value.logprob))
+            top.setdefault(self._tokenizer.token_text(i), value.logprob)
         return top
 
 
@@ -270,12 +264,15 @@ class _Places:
     """Where each token's text begins, in characters: a token inside a character begins where the character does."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, start: int) -> None:
+        self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, skip_special)
         self._at = start
 
     def of(self, ids: Sequence[int]) -> list[int]:
         places = []
         for token in ids:
-            places.append(self._at)
-            self._at += len(self._detokenizer.push([token]))
+            text = self._detokenizer.push([token])
+            own = len(self._tokenizer.token_text(token))
+            places.append(self._at + max(0, len(text) - own))  # what comes first is the rest of a broken character
+            self._at += len(text)
         return places

@@ -15,7 +15,7 @@ embedding has 512 rows, so some are never to be drawn), a chat template, and ref
     prefill_len      int64                P
     greedy_f32/bf16  int64 [G]            greedy continuation after the whole list
     margin_f32/bf16  float32 [G]          gap between the two highest logits at each of its steps
-    hidden_f32/bf16  float32 [L+1, T, H]  residual stream after the embedding and each layer, the last one after the final norm
+    hidden_f32/bf16  float32 [L+1, T, H]  residual stream after embedding and layers, the last one after the final norm
     conv_state_L     float32 [H, 3]       u of conv layer L at the last 3 tokens (f32 run)
     key_L, value_L   float32 [KV, T, D]   rotated keys, and values, of attention layer L (f32 run)
     topk_L           int64 [T, k]         experts chosen in MoE layer L (f32 run), ascending
@@ -60,12 +60,15 @@ SPECIALS = [
     "<|tool_response_end|>",
 ]
 PRE_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-TEXT = """The harbour wakes before the town does. A small boat comes in with the tide, and the man who steers it counts his
+TEXT = """\
+The harbour wakes before the town does. A small boat comes in with the tide, and the man who steers it counts his
 boxes twice: once for himself and once for the buyer. Nobody says good morning until the ropes are tied.
 What is the capital of France? The capital of France is Paris. How many days are there in a week? There are seven days.
-You are a helpful assistant. Answer the question in one short sentence, then stop. Say that you don't know when you don't.
+You are a helpful assistant. Answer the question in one short sentence, then stop. \
+Say that you don't know when you don't.
 She wrote the numbers 1, 2, 3 on the board, then 10, 20 and 30, and asked which of them the others could be made from.
 def add(left, right):
     return left + right

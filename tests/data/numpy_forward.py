@@ -80,7 +80,7 @@ class NumpyForward:
         self.dim = config["hidden_size"] // self.heads
 
     def __call__(self, ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        """logits [T, V]; hidden [L + 1, T, H]: after the embedding and each layer, the last one after the final norm."""
+        """logits [T, V]; hidden [L + 1, T, H]: after embedding and layers, the last one after the final norm."""
         h = self.w["model.embed_tokens.weight"][ids]
         if self.mistake == "embedding_norm on the input":
             h = self.norm(h, "model.embedding_norm.weight")
@@ -142,9 +142,13 @@ class NumpyForward:
         angle = np.arange(len(x), dtype=np.float32)[:, None] * inverse[None]
         cos, sin = self.round(np.cos(angle))[:, None], self.round(np.sin(angle))[:, None]
         interleaved = self.mistake == "rope interleaved"
-        first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (
-            slice(0, self.dim // 2),
-            slice(self.dim // 2, None),
+        first, second = (
+            (slice(0, None, 2), slice(1, None, 2))
+            if interleaved
+            else (
+                slice(0, self.dim // 2),
+                slice(self.dim // 2, None),
+            )
         )
         a, b = x[..., first], x[..., second]
         out = np.empty_like(x)

@@ -41,7 +41,12 @@ class Live:
         return self.runtime.engine
 
     def chat(self, text: str = "Hi", **fields: Any) -> Any:
-        fields = {"model": "m", "temperature": 0, "max_tokens": 12, "messages": [{"role": "user", "content": text}]} | fields
+        fields = {
+            "model": "m",
+            "temperature": 0,
+            "max_tokens": 12,
+            "messages": [{"role": "user", "content": text}],
+        } | fields
         return self.client.chat.completions.create(**fields)
 
     def complete(self, prompt: Any = "Hi", **fields: Any) -> Any:
@@ -64,7 +69,7 @@ def serving(runtime: Runtime, **options: Any) -> Iterator[Live]:
     thread = threading.Thread(target=server.run)
     thread.start()
     wait_for(lambda: server.started)
-    url = "http://127.0.0.1:{}".format(server.servers[0].sockets[0].getsockname()[1])
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     limits = httpx.Limits(max_connections=200)
     try:
         with (

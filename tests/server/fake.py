@@ -17,14 +17,14 @@ from lfm2serve.memory.pages import Census
 from lfm2serve.options import EngineOptions
 from lfm2serve.runtime import Runtime
 from lfm2serve.sampling import SamplingParams
-from lfm2serve.stream import StreamEvent, StreamMetrics, TokenLogprobs
+from lfm2serve.stream import Sink, StreamEvent, StreamMetrics, TokenLogprobs
 
 Step = list[int] | float | Exception  # tokens of one event, seconds of silence, or a failure
 Script = Callable[[list[int], SamplingParams, int], Iterator[Step]]
 
 
 class FakeStream:
-    def __init__(self, prompt: Sequence[int], params: SamplingParams, sink: Callable[[StreamEvent], None]) -> None:
+    def __init__(self, prompt: Sequence[int], params: SamplingParams, sink: Sink) -> None:
         self.params = params
         self.sink = sink
         self.cancelled = threading.Event()
@@ -50,9 +50,7 @@ class FakeEngine:
         self._streams: dict[int, FakeStream] = {}
         self._changed = threading.Condition()
 
-    def submit(
-        self, prompt: Sequence[int], params: SamplingParams, sink: Callable[[StreamEvent], None], *, seed: int, choice: int = 0
-    ) -> int:  # fmt: skip
+    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, seed: int, choice: int = 0) -> int:
         if self.refuse_after == 0:
             raise EngineDead("no more")
         if self.refuse_after is not None:

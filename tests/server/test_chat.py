@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -41,7 +42,10 @@ def test_shape_of_a_whole_reply(real: Live) -> None:
 def test_streamed_pieces_are_the_unstreamed_text(real: Live, how: dict[str, Any]) -> None:
     for prompt in ("Hi", "日本語 🎉"):
         whole = real.chat(prompt, max_tokens=40, **how).choices[0]
-        assert joined(real.chat(prompt, max_tokens=40, stream=True, **how)) == (whole.message.content, whole.finish_reason)
+        assert joined(real.chat(prompt, max_tokens=40, stream=True, **how)) == (
+            whole.message.content,
+            whole.finish_reason,
+        )
 
 
 def test_first_and_last_chunk(real: Live) -> None:
@@ -60,7 +64,9 @@ def test_usage_chunk_only_when_asked_and_before_done(real: Live) -> None:
     assert last.choices == [] and last.usage == whole.usage
     for options in ({"include_usage": False}, None):
         fields = {} if options is None else {"stream_options": options}
-        assert all(chunk.choices and "usage" not in chunk.model_fields_set for chunk in real.chat(stream=True, **fields))
+        assert all(
+            chunk.choices and "usage" not in chunk.model_fields_set for chunk in real.chat(stream=True, **fields)
+        )
 
 
 def test_choices_share_the_seed_and_differ(real: Live) -> None:
@@ -92,8 +98,12 @@ def test_logprobs_of_each_token(real: Live) -> None:
     entries = reply.choices[0].logprobs.content
     assert len(entries) == reply.usage.completion_tokens == len(reply.choices[0].token_ids)
     for entry in entries:
-        assert len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob == entry.logprob <= 0, "greedy takes the best"
-        assert [top.logprob for top in entry.top_logprobs] == sorted((t.logprob for t in entry.top_logprobs), reverse=True)
+        assert len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob == entry.logprob <= 0, (
+            "greedy takes the best"
+        )
+        assert [top.logprob for top in entry.top_logprobs] == sorted(
+            (t.logprob for t in entry.top_logprobs), reverse=True
+        )
         assert bytes(entry.bytes).decode("utf-8", "replace") == entry.token
     data = b"".join(bytes(entry.bytes) for entry in entries if not entry.token.startswith("<|"))
     assert data.decode("utf-8", "replace") == reply.choices[0].message.content
@@ -113,7 +123,12 @@ def test_logprobs_are_of_the_raw_logits(real: Live) -> None:
         entry = real.chat(logprobs=True, top_logprobs=5, max_tokens=1, **how).choices[0].logprobs.content[0]
         return {top.token: top.logprob for top in entry.top_logprobs}
 
-    hot = {"temperature": 1.7, "top_p": 0.5, "presence_penalty": 1.0, "extra_body": {"repetition_penalty": 1.5, "top_k": 3}}
+    hot = {
+        "temperature": 1.7,
+        "top_p": 0.5,
+        "presence_penalty": 1.0,
+        "extra_body": {"repetition_penalty": 1.5, "top_k": 3},
+    }
     assert first() == first(**hot)
 
 
@@ -183,7 +198,7 @@ def test_max_completion_tokens_is_max_tokens(real: Live) -> None:
 def test_null_is_absent_and_labels_change_nothing(real: Live) -> None:
     plain = real.post("/v1/chat/completions", messages=USER, temperature=0, max_tokens=8).json()
     names = ["stop", "seed", "n", "tools", "tool_choice", "response_format", "logit_bias", "stream", "reasoning_effort"]
-    nulls = dict.fromkeys(names + ["top_k", "logprobs", "suffix", "draft", "stream_options", "model", "unheard_of"])
+    nulls = dict.fromkeys([*names, "top_k", "logprobs", "suffix", "draft", "stream_options", "model", "unheard_of"])
     labels = {
         "user": "u", "metadata": {"a": "b"}, "store": False, "safety_identifier": "s", "service_tier": "auto",
         "prompt_cache_key": "k", "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "n": 1,
@@ -212,8 +227,6 @@ def test_an_empty_message_is_answered(real: Live) -> None:
 
 
 def test_the_seed_holds_beside_unseeded_neighbours(real: Live) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     def seeded(_: int) -> str:
         return real.chat(temperature=0.8, seed=42, max_tokens=16).choices[0].message.content
 

@@ -49,7 +49,9 @@ def test_choices_of_several_prompts(real: Live) -> None:
     assert list(streamed.values()) == texts
 
 
-@pytest.mark.parametrize("how", [{}, {"echo": True}, {"echo": True, "logprobs": 2}, {"logprobs": 0}, {"stop": ["e", "a"]}])
+@pytest.mark.parametrize(
+    "how", [{}, {"echo": True}, {"echo": True, "logprobs": 2}, {"logprobs": 0}, {"stop": ["e", "a"]}]
+)
 def test_streamed_equals_whole(real: Live, how: dict[str, Any]) -> None:
     whole = real.complete("Tokyo 日本 🎉", max_tokens=24, **how).choices[0]
     text, reasons = "", []
@@ -88,7 +90,9 @@ def test_scoring_a_prompt(real: Live, max_tokens: int, as_ids: bool) -> None:
         assert len(values) == count
     assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
-    for token, value, top in zip(logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True):
+    for token, value, top in zip(
+        logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True
+    ):
         assert top[token] == value and 1 <= len(top) <= 2
     assert reply.usage.completion_tokens == max_tokens and choice.finish_reason == "length"
     if max_tokens == 0:

@@ -1,0 +1,176 @@
+"""Scalar operations as single PTX instructions, and the same names in plain Python for Numba's CUDA simulator.
+
+PTX: https://docs.nvidia.com/cuda/parallel-thread-execution; the section of each instruction stands beside it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.core import config
+
+SIMULATED = bool(config.ENABLE_CUDASIM)
+
+_KINDS = {
+    "h": (ir.IntType(16), types.uint16),
+    "r": (ir.IntType(32), types.uint32),
+    "i": (ir.IntType(32), types.int32),
+    "l": (ir.IntType(64), types.uint64),
+    "f": (ir.FloatType(), types.float32),
+}
+
+
+def instruction(text: str, inputs: str, outputs: str = "", *, memory: bool = False) -> Any:
+    """An intrinsic that is one piece of PTX. `inputs` and `outputs` have one letter an operand (h, r, i, l, f: 16, 32
+    (unsigned, signed), 64 bits and float32); `$0` is the first output. Several outputs come as a tuple.
+    memory: it reads or writes memory, or must not be moved or merged for another reason."""
+    ins, outs = [_KINDS[c] for c in inputs], [_KINDS[c] for c in outputs]
+    letters = [f"={c}" for c in outputs.replace("i", "r")] + list(inputs.replace("i", "r"))
+    constraints = ",".join(letters + (["~{memory}"] if memory else []))
+    value: Any = types.void if not outs else outs[0][1]
+    returned: Any = ir.VoidType() if not outs else outs[0][0]
+    if len(outs) > 1:
+        returned = ir.LiteralStructType([o[0] for o in outs])
+        value = types.UniTuple(outs[0][1], len(outs))
+    signature = value(*[i[1] for i in ins])
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        asm = ir.InlineAsm(ir.FunctionType(returned, [i[0] for i in ins]), text, constraints, side_effect=memory)
+        result = builder.call(asm, args)
+        if not outs:
+            return context.get_dummy_value()
+        if len(outs) == 1:
+            return result
+        return context.make_tuple(builder, value, [builder.extract_value(result, i) for i in range(len(outs))])
+
+    names = "".join(f", a{i}" for i in range(len(ins)))
+    space: dict[str, Any] = {"signature": signature, "codegen": codegen}
+    exec(f"def op(typingctx{names}):\n    return signature, codegen\n", space)
+    return intrinsic(space["op"])
+
+
+def _bitcast(source: Any, target: Any, kind: Any) -> Any:
+    @intrinsic
+    def cast(typingctx, x):
+        def codegen(context, builder, sig, args):
+            return builder.bitcast(args[0], kind)
+
+        return target(source), codegen
+
+    return cast
+
+
+def address_of(array_type: Any, context: Any, builder: Any, array: Any, index: Any) -> Any:
+    """LLVM pointer to `array[index]`, as 64 bits."""
+    data = context.make_array(array_type)(context, builder, array).data
+    return builder.ptrtoint(builder.gep(data, [index]), ir.IntType(64))
+
+
+@intrinsic
+def _load4(typingctx, array, index):
+    """16 bytes from array[index:index + 4] (uint32, 16-byte aligned): ld.global.v4 [9.7.9.8]."""
+
+    def codegen(context, builder, sig, args):
+        u32 = ir.IntType(32)
+        at = address_of(sig.args[0], context, builder, args[0], args[1])
+        kind = ir.FunctionType(ir.LiteralStructType([u32] * 4), [ir.IntType(64)])
+        asm = ir.InlineAsm(kind, "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l,~{memory}", side_effect=True)
+        result = builder.call(asm, [at])
+        return context.make_tuple(builder, sig.return_type, [builder.extract_value(result, i) for i in range(4)])
+
+    return types.UniTuple(types.uint32, 4)(array, types.int64), codegen
+
+
+@intrinsic
+def _store4(typingctx, array, index, a, b, c, d):
+    """16 bytes to array[index:index + 4] (uint32, 16-byte aligned): st.global.v4 [9.7.9.11]."""
+
+    def codegen(context, builder, sig, args):
+        u32 = ir.IntType(32)
+        at = address_of(sig.args[0], context, builder, args[0], args[1])
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] + [u32] * 4)
+        asm = ir.InlineAsm(kind, "st.global.v4.u32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r,~{memory}", side_effect=True)
+        builder.call(asm, [at, *args[2:]])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, *[types.uint32] * 4), codegen
+
+
+def _simulated() -> dict[str, Any]:
+    f32, u32 = np.float32, np.uint32
+
+    def single(function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with np.errstate(all="ignore"):
+                return f32(function(*[np.float64(a) for a in args]))
+
+        return run
+
+    def bf16_bits(x: Any) -> Any:
+        if np.isnan(x):
+            return np.uint16(0x7FFF)
+        bits = int(f32(x).view(u32))
+        return np.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+    def load4(array: Any, index: Any) -> Any:
+        return tuple(u32(array[int(index) + i]) for i in range(4))
+
+    def store4(array: Any, index: Any, *values: Any) -> None:
+        for i, value in enumerate(values):
+            array[int(index) + i] = value
+
+    @cuda.jit(device=True)
+    def shuffle_xor(x, mask):
+        lanes = cuda.shared.array(1024, np.float32)
+        at = cuda.threadIdx.x
+        lanes[at] = x
+        cuda.syncthreads()
+        y = lanes[at ^ mask]
+        cuda.syncthreads()
+        return y
+
+    return {
+        "float_of": lambda x: u32(x).view(f32),
+        "bits_of": lambda x: f32(x).view(u32),
+        "add": single(lambda a, b: a + b),
+        "sub": single(lambda a, b: a - b),
+        "mul": single(lambda a, b: a * b),
+        "fma": single(lambda a, b, c: a * b + c),
+        "div": single(lambda a, b: a / b),
+        "sqrt": single(np.sqrt),
+        "larger": single(np.fmax),
+        "exp2_approx": single(np.exp2),
+        "log2_approx": single(np.log2),
+        "bf16_bits": bf16_bits,
+        "high_product": lambda a, b: np.uint64(int(a) * int(b) >> 64),
+        "to_weight": lambda x: np.uint64(int(np.float64(x) * 2.0**40)),
+        "shuffle_xor": shuffle_xor,
+        "load4": load4,
+        "store4": store4,
+    }
+
+
+float_of = _bitcast(types.uint32, types.float32, ir.FloatType())
+bits_of = _bitcast(types.float32, types.uint32, ir.IntType(32))
+add = instruction("add.rn.f32 $0, $1, $2;", "ff", "f")  # [9.7.3.4]
+sub = instruction("sub.rn.f32 $0, $1, $2;", "ff", "f")  # [9.7.3.5]
+mul = instruction("mul.rn.f32 $0, $1, $2;", "ff", "f")  # [9.7.3.6]
+fma = instruction("fma.rn.f32 $0, $1, $2, $3;", "fff", "f")  # [9.7.3.7]
+div = instruction("div.rn.f32 $0, $1, $2;", "ff", "f")  # [9.7.3.8]
+sqrt = instruction("sqrt.rn.f32 $0, $1;", "f", "f")  # [9.7.3.14]
+larger = instruction("max.f32 $0, $1, $2;", "ff", "f")  # [9.7.3.12] a number rather than a NaN
+exp2_approx = instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f")  # [9.7.3.20] 2 units in the last place
+log2_approx = instruction("lg2.approx.f32 $0, $1;", "f", "f")  # [9.7.3.19]
+bf16_bits = instruction("cvt.rn.bf16.f32 $0, $1;", "f", "h")  # [9.7.9.22]
+high_product = instruction("mul.hi.u64 $0, $1, $2;", "ll", "l")  # [9.7.1.3]
+to_weight = instruction("{ .reg .f64 d; cvt.f64.f32 d, $1; mul.rn.f64 d, d, 0d4270000000000000; cvt.rzi.u64.f64 $0, d; }", "f", "l")
+shuffle_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "fi", "f", memory=True)  # [9.7.9.6]
+load4, store4 = _load4, _store4
+
+if SIMULATED:
+    globals().update(_simulated())
