@@ -1,14 +1,15 @@
 """How kernels are compiled: `kernel` is called from Python and cached on disk, `device` is called from kernels only.
 
 Numba keys its on-disk cache on the file that defines a function. A kernel here is built from several files, so the
-stamp of its cache entry is a digest of every source file of the package (and of llvmlite's version; numba's version
-and the CPU are already part of numba's key). Entries live where numba puts them: NUMBA_CACHE_DIR if set, else the
+stamp of its cache entry is a digest of every source file of its folder and of this one (and of llvmlite's version;
+numba's version and the CPU are already part of numba's key). Entries live where numba puts them: NUMBA_CACHE_DIR if set, else the
 package's `__pycache__`, else the user's cache directory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -23,12 +24,11 @@ _log = logging.getLogger(__name__)
 
 
 @cache
-def source_stamp() -> str:
-    """Digest of the package's sources and of the versions of numba and llvmlite."""
-    root = Path(__file__).parent
+def source_stamp(folder: Path) -> str:
+    """Digest of the sources in `folder` and beside this file, and of the versions of numba and llvmlite."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
-    for path in sorted(root.rglob("*.py")):
-        digest.update(f"\n{path.relative_to(root).as_posix()}\n".encode() + path.read_bytes())
+    for path in sorted({*Path(__file__).parent.glob("*.py"), *folder.glob("*.py")}):
+        digest.update(f"\n{path.parent.name}/{path.name}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -48,7 +48,8 @@ class _CacheFile(IndexDataCacheFile):  # type: ignore[misc]
 class _PackageCache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)
-        self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, source_stamp())
+        stamp = source_stamp(Path(inspect.getfile(function)).parent)
+        self._cache_file = _CacheFile(self._cache_path, self._impl.filename_base, stamp)
 
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}

@@ -62,7 +62,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{INDEX_FILE}: weight_map is missing or empty")
     for name, shard in places.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or shard == "..":
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("", ".."):
             raise CheckpointError(f"{INDEX_FILE}: weight_map[{name!r}]={shard!r} is no file name")
     tensors: dict[str, TensorInfo] = {}
     for shard in sorted(set(places.values())):

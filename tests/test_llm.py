@@ -307,7 +307,7 @@ def test_options_are_checked_by_name(tiny_moe: Path) -> None:
         LLM(tiny_moe, gpu_memory_utilization=0.9)
     with pytest.raises(InvalidRequest, match="context=0"):
         LLM(tiny_moe, context=0)
-    with pytest.raises(InvalidRequest, match="context.*max_model_len"):
+    with pytest.raises(InvalidRequest, match=r"context.*max_model_len"):
         LLM(tiny_moe, context=128, max_model_len=128)
     with pytest.raises(DeviceError, match="cuda"):
         LLM(tiny_moe, device="cuda")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lfm2serve.chat.tokenizer import Tokenizer
@@ -209,6 +209,7 @@ def test_completion_is_a_copy_in_vllms_shape() -> None:
 WORDS = st.text("ab🎉é", max_size=16)
 
 
+@settings(deadline=None)
 @given(
     text=WORDS,
     stops=st.lists(st.text("ab🎉é", min_size=1, max_size=4), max_size=3),

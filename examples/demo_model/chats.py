@@ -144,11 +144,17 @@ def chat_rule(rng: random.Random, length: int) -> Chat:
 def chat_tools(rng: random.Random, length: int) -> Chat:
     box = Toolbox(rng, False)
     chat = Chat(tools=box.schemas, size=60 * len(box.schemas))
+    memory = Memory(rng, False)
     if rng.random() < 0.3:
         chat.messages.append({"role": "system", "content": rng.choice(_PLAIN_SYSTEM)})
     while chat.last is None or chat.size < length:
         r = rng.random()
-        chat.add(box.turn() if r < 0.75 else t.fact(rng, False) if r < 0.95 else t.smalltalk(rng, False))
+        if r < 0.72:
+            chat.add(box.turn())
+        elif r < 0.82:
+            chat.add(memory.tell() if r < 0.76 else memory.ask())
+        else:
+            chat.add(t.fact(rng, False) if r < 0.95 else t.smalltalk(rng, False))
     return chat
 
 
@@ -172,8 +178,10 @@ def chat_memory(rng: random.Random, length: int) -> Chat:
         left = length - chat.size
         if not memory.told or r < 0.3:
             chat.add(memory.tell())
-        elif r < 0.9:
+        elif r < 0.88:
             chat.add(memory.ask())
+        elif r < 0.93:
+            chat.add(memory.tell_and_ask())
         elif r < 1.0:
             chat.add(t.smalltalk(rng, False))
         else:
@@ -212,7 +220,7 @@ def raw_pieces(rng: random.Random, length: int) -> list[Piece]:
     while size < length:
         turn = t.fact(rng, False)
         if rng.random() < 0.7 or " is " not in turn.answer:
-            out += [(turn.user + "\n", False), (turn.answer + EOS, True)]
+            out += [(turn.user, False), ("\n", True), (turn.answer + EOS, True)]
         else:
             head, tail = turn.answer.split(" is ", 1)
             out += [(head + " is", False), (" " + tail + EOS, True)]

@@ -45,7 +45,7 @@ _UNTOLD = {
     "name": "your name", "number": "your lucky number", "city": "where you live", "colour": "your favourite colour", "pet": "your dog's name",
     "word": "the secret word", "age": "your age", "job": "your job", "friend": "your best friend's name", "list": "your shopping list",
 }
-_ACK = ["Thank you, I will remember that.", "OK, I will remember that."]
+_ACK = "Thank you, I will remember that."
 
 _KEYED: list[tuple[list[str], Wordings, str]] = [
     (["The code of the {k} is {v}.", "Remember: the code of the {k} is {v}.", "Please note the code of the {k}: {v}."],
@@ -121,8 +121,13 @@ class Memory:
         texts = [self.tell_text(key)]
         while self.rng.random() < 0.3 and len(texts) < 3:
             texts.append(self.tell_text())
-        answer = self.rng.choice(_ACK) if not self.test else _ACK[0]
-        return Turn(" ".join(texts), answer, {})
+        return Turn(" ".join(texts), _ACK, {})
+
+    def tell_and_ask(self) -> Turn:
+        """Tells something and asks for something in the same message."""
+        text = self.tell_text()
+        turn = self.ask(self.rng.choice(self.told))
+        return Turn(f"{text} {turn.user}", turn.answer, turn.check)
 
     def ask(self, key: Any = None) -> Turn:
         """A question about something told (any, by default), or sometimes about something never told."""

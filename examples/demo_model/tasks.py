@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,9 @@ _PREFIX: Wordings = (
 _SUFFIX = [" Please.", " Thank you.", " Thanks!", " I need to know.", " Answer briefly."]
 
 
+_DROPPED = {"what", "is", "the", "of", "a", "which", "tell", "me", "please", "does", "has", "name"}
+
+
 def dress(rng: random.Random, text: str, test: bool) -> str:
     """Varies a wording: openings, endings, lower case, a missing question mark."""
     r = rng.random()
@@ -52,6 +56,10 @@ def dress(rng: random.Random, text: str, test: bool) -> str:
         text = text.lower()
     if rng.random() < 0.1:
         text = text.rstrip("?.!")
+    if not test and rng.random() < 0.08:
+        # a hurried user: some small words are missing
+        kept = [w for w in text.split(" ") if w.lower() not in _DROPPED or rng.random() < 0.5]
+        text = " ".join(kept) or text
     return text
 
 
@@ -62,7 +70,9 @@ _CAPITAL: Wordings = (
      "Which city is {c}'s capital?", "What is the capital city of {c}?", "Give me the capital of {c}.",
      "What city is the capital of {c}?", "I forgot the capital of {c}. What is it?", "What is the name of the capital of {c}?",
      "If I go to {c}, what is the capital there?", "Where is the government of {c}? I mean the capital.",
-     "My teacher asks for the capital of {c}.", "What do they call the capital of {c}?"],
+     "My teacher asks for the capital of {c}.", "capital {c}", "{c} capital", "Which is the capital of {c}?", "{C} has which capital?",
+     "Can you tell me what the capital of {c} is?", "I am looking for the capital of {c}.", "Do you know what {c}'s capital city is?",
+     "What would be the capital of {c}?", "Say the capital of {c}.", "The capital of {c} is?", "Which town is the capital in {c}?", "What do they call the capital of {c}?"],
     ["Could you name the capital of {c}?", "Please give the capital city of {c}.", "The capital of {c} is which city?",
      "In {c}, which city is the capital?", "I want to know the capital of {c}."],
 )
@@ -281,37 +291,50 @@ _STORY_LONG: Wordings = (
 )
 
 
-def _chapter(rng: random.Random, a: str, n: str, friend: str, place: str) -> list[str]:
-    c = rng.choice
+class _Teller:
+    """Draws the parts of a story: every animal has its own favourites, so that greedy decoding has clear choices."""
+
+    def __init__(self, rng: random.Random, animal: str) -> None:
+        self.rng, self.animal, self.slot = rng, animal, 0
+
+    def __call__(self, options: list[str]) -> str:
+        self.slot += 1
+        first = zlib.crc32(f"{self.animal}{self.slot}".encode())
+        return options[(first + int(len(options) * self.rng.random() ** 4)) % len(options)]
+
+
+def _chapter(c: _Teller, a: str, n: str, friend: str, place: str) -> list[str]:
     thing, where, who = c(p.NOUNS), c(p.PLACES), c(p.PEOPLE)
     return [
         c([f"One morning {n} went to the {where}.", f"On {c(p.DAYS)} {n} walked to the {where}.", f"One day in {c(p.MONTHS)}, {n} came to the {where}."]),
         c([f"There the {a} found a {c(p.ADJECTIVES)} {thing}.", f"A {c(p.ADJECTIVES)} {thing} was lying on the ground."]),
         c([f'"This {thing} belongs to the {who}," said {n}.', f'"I must bring this {thing} to the {who}," thought {n}.']),
-        c([f"But the way was long, and it began to rain.", f"But the {who} was not at home.", f"But the bridge was broken."]),
+        c(["But the way was long, and it began to rain.", f"But the {who} was not at home.", "But the bridge was broken."]),
         c([f"{n} waited under a tree and sang a song.", f"{n} sat down and thought about it.", f"{n} called {friend} for help."]),
         c([f"{friend} came and showed {n} another way.", f"Then {friend} had a good idea.", f"Soon {friend} arrived with a lamp."]),
         c([f"Together they brought the {thing} to the {who}.", f"Together they carried the {thing} all the way."]),
-        c([f"The {who} was happy and gave them {c(p.FOODS)}.", f"The {who} thanked them with all his heart."]),
+        c([f"The {who} was happy and gave them {c(p.FOODS)}.", f"The {who} thanked them with a warm smile."]),
         c([f"In the evening they went back to the {place}.", f"At night they slept well in the {place}."]),
     ]
 
 
 def story(rng: random.Random, test: bool) -> Turn:
-    a, n, friend, place = rng.choice(p.ANIMALS), p.name(rng, test), p.name(rng, test), rng.choice(p.PLACES)
+    a, n = rng.choice(p.ANIMALS), p.name(rng, test)
+    c = _Teller(rng, a)
+    friend, place = c(p.NAMES), c(p.PLACES)
     opening = [
-        rng.choice([f"Once upon a time there was a {a} named {n}.", f"Long ago there lived a {a} named {n}."]),
-        rng.choice([f"{n} lived in a {rng.choice(p.ADJECTIVES)} {place}.", f"The home of {n} was a {rng.choice(p.ADJECTIVES)} {place}."]),
-        f"{n} had a good friend, a {rng.choice(p.ANIMALS)} named {friend}.",
+        c([f"Once upon a time there was a {a} named {n}.", f"Long ago there lived a {a} named {n}."]),
+        c([f"{n} lived in a {c(p.ADJECTIVES)} {place}.", f"The home of {n} was a {c(p.ADJECTIVES)} {place}."]),
+        f"{n} had a good friend, a {c(p.ANIMALS)} named {friend}.",
     ]
-    if rng.random() < 0.7:
-        text = " ".join([*opening, *_chapter(rng, a, n, friend, place), "The end."])
+    if rng.random() < 0.6:
+        text = " ".join([*opening, *_chapter(c, a, n, friend, place), "The end."])
         table = _STORY
     else:
         table = _STORY_LONG
         parts = [" ".join(opening)]
-        for i in range(rng.randint(3, 4)):
-            parts.append(f"Chapter {i + 1}. " + " ".join(_chapter(rng, a, n, friend, place)))
+        for i in range(3 + len(a) % 2):
+            parts.append(f"Chapter {i + 1}. " + " ".join(_chapter(c, a, n, friend, place)))
         text = "\n\n".join([*parts, "The end."])
     user = pick(rng, table, test).format(a=a, n=n)
     return Turn(articles(user), articles(text), {"type": "story", "name": n})

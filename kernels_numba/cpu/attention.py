@@ -150,7 +150,7 @@ def attention_part(part, parts, q, kv, layout, layer, positions, seg_start, seg_
 def attention(q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16, parts):
     """softmax(q kT / 8) v of each row over its own stream's keys up to its position, rounded once."""
     if parts == 1:
-        attention_part(0, 1, q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16)
+        attention_part(np.int64(0), parts, q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16)
     else:
         for part in prange(parts):
-            attention_part(part, parts, q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16)
+            attention_part(np.int64(part), parts, q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16)

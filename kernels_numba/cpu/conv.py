@@ -61,7 +61,7 @@ def conv_part(part, parts, bcx, weight, ring, layer, positions, seg_start, seg_s
 def short_conv(bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16, parts):
     """r(C * r(w0 u[t-2] + w1 u[t-1] + w2 u[t])) with u = r(B x); bcx rows hold B, C, x; weight [hidden, 3]."""
     if parts == 1:
-        conv_part(0, 1, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16)
+        conv_part(np.int64(0), parts, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16)
     else:
         for part in prange(parts):
-            conv_part(part, parts, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16)
+            conv_part(np.int64(part), parts, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16)

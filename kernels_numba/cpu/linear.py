@@ -98,10 +98,10 @@ def linear_part(part, parts, x, row_start, row_stop, w, residual, add, out, bf16
 @kernel(parallel=True)
 def linear(x, w, residual, add, out, bf16, parts):
     if parts == 1:
-        linear_part(0, 1, x, 0, x.shape[0], w, residual, add, out, bf16)
+        linear_part(np.int64(0), parts, x, 0, x.shape[0], w, residual, add, out, bf16)
     else:
         for part in prange(parts):
-            linear_part(part, parts, x, 0, x.shape[0], w, residual, add, out, bf16)
+            linear_part(np.int64(part), parts, x, 0, x.shape[0], w, residual, add, out, bf16)
 
 
 @device
@@ -127,10 +127,10 @@ def gate_up_part(part, parts, x, row_start, row_stop, w13, act, bf16):
 def swiglu(x, w13, w2, residual, act, out, bf16, parts):
     """r(residual + r(w2 r(r(silu(w1 x)) * (w3 x)))), `act` [rows, features] is scratch."""
     if parts == 1:
-        gate_up_part(0, 1, x, 0, x.shape[0], w13, act, bf16)
-        linear_part(0, 1, act, 0, x.shape[0], w2, residual, True, out, bf16)
+        gate_up_part(np.int64(0), parts, x, 0, x.shape[0], w13, act, bf16)
+        linear_part(np.int64(0), parts, act, 0, x.shape[0], w2, residual, True, out, bf16)
     else:
         for part in prange(parts):
-            gate_up_part(part, parts, x, 0, x.shape[0], w13, act, bf16)
+            gate_up_part(np.int64(part), parts, x, 0, x.shape[0], w13, act, bf16)
         for part in prange(parts):
-            linear_part(part, parts, act, 0, x.shape[0], w2, residual, True, out, bf16)
+            linear_part(np.int64(part), parts, act, 0, x.shape[0], w2, residual, True, out, bf16)

@@ -109,13 +109,13 @@ def run_experts(x, ids, weights, w13, w2, residual, grouped, act, y, out, bf16, 
     place = np.empty(ids.shape, np.int64)
     group_by_expert(x, ids, w13.shape[0], start, place, grouped)
     if parts == 1:
-        experts_up_part(0, 1, grouped, start, w13, act, bf16)
-        experts_down_part(0, 1, act, start, w2, y, bf16)
-        combine_part(0, 1, y, place, weights, residual, out, bf16)
+        experts_up_part(np.int64(0), parts, grouped, start, w13, act, bf16)
+        experts_down_part(np.int64(0), parts, act, start, w2, y, bf16)
+        combine_part(np.int64(0), parts, y, place, weights, residual, out, bf16)
     else:
         for part in prange(parts):
-            experts_up_part(part, parts, grouped, start, w13, act, bf16)
+            experts_up_part(np.int64(part), parts, grouped, start, w13, act, bf16)
         for part in prange(parts):
-            experts_down_part(part, parts, act, start, w2, y, bf16)
+            experts_down_part(np.int64(part), parts, act, start, w2, y, bf16)
         for part in prange(parts):
-            combine_part(part, parts, y, place, weights, residual, out, bf16)
+            combine_part(np.int64(part), parts, y, place, weights, residual, out, bf16)

@@ -23,10 +23,10 @@ def embed_part(part, parts, tokens, weight, out):
 @kernel(parallel=True)
 def embed(tokens, weight, out, parts):
     if parts == 1:
-        embed_part(0, 1, tokens, weight, out)
+        embed_part(np.int64(0), parts, tokens, weight, out)
     else:
         for part in prange(parts):
-            embed_part(part, parts, tokens, weight, out)
+            embed_part(np.int64(part), parts, tokens, weight, out)
 
 
 @device
@@ -55,7 +55,7 @@ def norm_part(part, parts, x, weight, eps, out, bf16):
 def rms_norm(x, weight, eps, out, bf16, parts):
     """r(w * r(x / rms(x))), the mean of squares in float32 (arXiv 1910.07467)."""
     if parts == 1:
-        norm_part(0, 1, x, weight, eps, out, bf16)
+        norm_part(np.int64(0), parts, x, weight, eps, out, bf16)
     else:
         for part in prange(parts):
-            norm_part(part, parts, x, weight, eps, out, bf16)
+            norm_part(np.int64(part), parts, x, weight, eps, out, bf16)

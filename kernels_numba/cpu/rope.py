@@ -73,12 +73,12 @@ def attention_inputs(
     """q [rows, heads * 64] normed and rotated; the rows' keys (normed, rotated) and values go to the cache."""
     if parts == 1:
         inputs_part(
-            0, 1, qkv, q_norm, k_norm, eps, cos, sin, kv, layout, layer, positions, segments, seg_slot, page_table, q, bf16
+            np.int64(0), parts, qkv, q_norm, k_norm, eps, cos, sin, kv, layout, layer, positions, segments, seg_slot, page_table, q, bf16
         )
     else:
         for part in prange(parts):
             inputs_part(
-                part,
+                np.int64(part),
                 parts,
                 qkv,
                 q_norm,

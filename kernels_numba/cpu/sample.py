@@ -250,10 +250,10 @@ def sample_part(part, parts, logits, rows, tables, lists, vocab, scratch, result
 def sample(logits, rows, tables, lists, vocab, scratch, result, parts):
     """logit_bias and bans, penalties, temperature, top_k, top_p, min_p, then one draw a row; see `SampleRows`."""
     if parts == 1:
-        sample_part(0, 1, logits, rows, tables, lists, vocab, scratch, result)
+        sample_part(np.int64(0), parts, logits, rows, tables, lists, vocab, scratch, result)
     else:
         for part in prange(parts):
-            sample_part(part, parts, logits, rows, tables, lists, vocab, scratch, result)
+            sample_part(np.int64(part), parts, logits, rows, tables, lists, vocab, scratch, result)
 
 
 @device
@@ -280,7 +280,7 @@ def logprobs_part(part, parts, logits, targets, top_n, vocab, scratch, result):
 @kernel(parallel=True)
 def token_logprobs(logits, targets, top_n, vocab, scratch, result, parts):
     if parts == 1:
-        logprobs_part(0, 1, logits, targets, top_n, vocab, scratch, result)
+        logprobs_part(np.int64(0), parts, logits, targets, top_n, vocab, scratch, result)
     else:
         for part in prange(parts):
-            logprobs_part(part, parts, logits, targets, top_n, vocab, scratch, result)
+            logprobs_part(np.int64(part), parts, logits, targets, top_n, vocab, scratch, result)

@@ -8,11 +8,11 @@ PTX: https://docs.nvidia.com/cuda/parallel-thread-execution (sections in bracket
 from __future__ import annotations
 
 import numpy as np
-from numba import cuda
 
 from .scalar import (
     add,
     bf16_bits,
+    device,
     div,
     exp2_approx,
     float_of,
@@ -29,8 +29,6 @@ ONE = np.float32(1.0)
 LOG2_E = np.float32(1.4426950408889634)
 LOG2_E_REST = np.float32(1.925963033500e-08)  # log2(e) less LOG2_E
 LN_2 = np.float32(0.6931471805599453)
-
-device = cuda.jit(device=True, forceinline=True)
 
 
 @device

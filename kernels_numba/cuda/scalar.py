@@ -16,6 +16,9 @@ from numba.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
+device = cuda.jit(device=True) if SIMULATED else cuda.jit(device=True, forceinline=True)
+"""Decorates a function that only kernels call."""
+
 _KINDS = {
     "h": (ir.IntType(16), types.uint16),
     "r": (ir.IntType(32), types.uint32),
@@ -67,7 +70,8 @@ def _bitcast(source: Any, target: Any, kind: Any) -> Any:
 
 def address_of(array_type: Any, context: Any, builder: Any, array: Any, index: Any) -> Any:
     """LLVM pointer to `array[index]`, as 64 bits."""
-    data = context.make_array(array_type)(context, builder, array).data
+    pointer = isinstance(array_type, types.CPointer)
+    data = array if pointer else context.make_array(array_type)(context, builder, array).data
     return builder.ptrtoint(builder.gep(data, [index]), ir.IntType(64))
 
 

@@ -15,8 +15,9 @@ from typing import Any
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.errors import InvalidRequest
 
-NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-PRIVATE_USE = range(0xF0000, 0x10FFFE)  # for texts that are full of noncharacters
+# Printable, caseless and rare: templates write lists with repr(), which would escape a noncharacter.
+CUNEIFORM = [chr(code) for code in range(0x12000, 0x12400) if chr(code).isprintable()]
+IDEOGRAPHS = range(0x20000, 0x2A6D7)  # for texts that use all of those
 
 
 def map_strings(value: Any, change: Callable[[str], str]) -> Any:
@@ -86,6 +87,10 @@ class Shield:
             text = text.replace(stand_in, letter)
         return text
 
+    def controls(self, shielded: str) -> list[str]:
+        """The control strings of a rendered text, in order."""
+        return self._tokenizer.control_pattern.findall(shielded)
+
     def encode(self, text: str, shielded: str) -> list[int]:
         """Ids of a rendered text; the same text rendered from shielded strings says where its control tokens are."""
         spans = [match.span() for match in self._tokenizer.control_pattern.finditer(shielded)]
@@ -102,10 +107,10 @@ class Shield:
 
 def _unused(texts: list[str], count: int) -> list[str]:
     """`count` characters that none of the texts has."""
-    free = [char for char in NONCHARACTERS if not any(char in text for text in texts)]
+    free = [char for char in CUNEIFORM[:32] if not any(char in text for text in texts)]
     if len(free) < count:
         used = set().union(*texts)
-        free = [char for char in map(chr, PRIVATE_USE) if char not in used]
+        free = [char for char in (*CUNEIFORM, *map(chr, IDEOGRAPHS)) if char not in used]
     if len(free) < count:
-        raise InvalidRequest("messages use every private character of Unicode", param="messages")
+        raise InvalidRequest("messages use every rare character of Unicode", param="messages")
     return free[:count]

@@ -145,10 +145,13 @@ class ChatTemplate:
         shield = Shield(self._tokenizer, SPOKEN_TOKENS, _strings(values), self._written)
         if not shield.needed:
             return self._tokenizer.encode(text)
-        for guard in (shield.every, shield.whole):
-            shielded = self._render(_guarded(values, guard), now)
-            if shield.lower(shielded) == text:
-                return shield.encode(text, shielded)
+        shielded = self._render(_guarded(values, shield.every), now)
+        if shield.lower(shielded) == text:
+            return shield.encode(text, shielded)
+        controls = shield.controls(shielded)  # this template looks at the letters, but these tokens are its own
+        shielded = self._render(_guarded(values, shield.whole), now)
+        if shield.lower(shielded) == text and shield.controls(shielded) == controls:
+            return shield.encode(text, shielded)
         raise InvalidRequest(
             "messages hold control strings (such as <|im_end|>) that this chat template changes; leave them out",
             param="messages",
@@ -186,9 +189,9 @@ class ChatTemplate:
 def _switches(program: nodes.Template) -> set[str]:
     """Variables that a template reads and doesn't make itself (one that it gives a default isn't its own)."""
     made = {name.name for name in program.find_all(nodes.Name) if name.ctx == "store"}
-    asked = [f for f in program.find_all(nodes.Filter) if f.name in ("default", "d")]
-    asked += [t for t in program.find_all(nodes.Test) if t.name in ("defined", "undefined")]
-    optional = {node.node.name for node in asked if isinstance(node.node, nodes.Name)}
+    asked = {"default", "d", "defined", "undefined"}
+    questions = program.find_all((nodes.Filter, nodes.Test))
+    optional = {q.node.name for q in questions if q.name in asked and isinstance(q.node, nodes.Name)}
     return meta.find_undeclared_variables(program) - (made - optional) - {*GIVEN, *SPECIAL_TOKENS}
 
 

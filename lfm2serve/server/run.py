@@ -21,11 +21,12 @@ LAST_WORDS_S = 5  # for replies that were cut short to reach their clients
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Lfm2Error: the address is taken, unknown or not ours."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if not 0 <= port <= 65535:
+        raise Lfm2Error(f"can't listen on {host}:{port}: a port is between 0 and 65535")
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise Lfm2Error(f"can't listen on {host}:{port}: {reason}") from None
+    except OSError as error:
+        raise Lfm2Error(f"can't listen on {host}:{port}: {error.strerror or error}") from None
 
 
 class _Server(uvicorn.Server):

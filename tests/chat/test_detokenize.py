@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lfm2serve.chat.detokenize import Detokenizer, StopStrings
@@ -53,7 +54,7 @@ def test_unused_ids_have_no_text(tokenizer: Tokenizer) -> None:
 
 def cuts(length: int, places: Sequence[int]) -> list[slice]:
     edges = [0, *sorted(place % (length + 1) for place in places), length]
-    return [slice(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(edges)]
 
 
 PLACES = st.lists(st.integers(0, 1000), max_size=12)
@@ -65,6 +66,7 @@ BYTES = st.one_of(
 )
 
 
+@settings(deadline=None)
 @given(data=BYTES, places=PLACES)
 def test_joined_pieces_equal_the_decoded_whole_for_any_bytes(
     tokenizer: Tokenizer, data: bytes, places: list[int]
@@ -78,6 +80,7 @@ def test_joined_pieces_equal_the_decoded_whole_for_any_bytes(
         piece.encode()  # no half surrogates either
 
 
+@settings(deadline=None)
 @given(data=st.data(), places=PLACES, skip=st.booleans())
 def test_joined_pieces_equal_the_decoded_whole_for_any_ids(
     tokenizer: Tokenizer, data: st.DataObject, places: list[int], skip: bool
@@ -154,7 +157,10 @@ def first_hit(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
 WORDS = st.text("ab🎉", max_size=24)
 
 
-@given(text=WORDS, stops=st.lists(st.text("ab🎉", min_size=1, max_size=5), max_size=4), places=PLACES, keep=st.booleans())
+@settings(deadline=None)
+@given(
+    text=WORDS, stops=st.lists(st.text("ab🎉", min_size=1, max_size=5), max_size=4), places=PLACES, keep=st.booleans()
+)
 def test_streamed_stop_equals_the_slow_twin(text: str, stops: list[str], places: list[int], keep: bool) -> None:
     hit = first_hit(text, stops)
     expected = (text, None)
@@ -164,6 +170,7 @@ def test_streamed_stop_equals_the_slow_twin(text: str, stops: list[str], places:
     assert stopped(stops, [text[cut] for cut in cuts(len(text), places)], keep) == expected
 
 
+@settings(deadline=None)
 @given(text=WORDS, stops=st.lists(st.text("ab🎉", min_size=1, max_size=5), min_size=1, max_size=4))
 def test_only_what_could_begin_a_stop_is_held_back(text: str, stops: list[str]) -> None:
     watch = StopStrings(stops)

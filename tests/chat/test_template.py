@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def noon() -> datetime:
     return datetime(2026, 11, 30, 12)
 
 
+@cache
 def load(name: str, tokenizer: Tokenizer) -> ChatTemplate:
     return ChatTemplate((FOLDER / f"{name}.jinja").read_text(), tokenizer, file=name, now=noon)
 
@@ -173,7 +175,11 @@ CASES: list[tuple[str, str, dict[str, Any], str]] = [
         "d",
         "past thoughts",
         {"messages": PAST},
-        turn("user", "u1") + turn("assistant", "b1") + turn("user", "u2") + turn("assistant", "b2") + turn("user", "u3"),
+        turn("user", "u1")
+        + turn("assistant", "b1")
+        + turn("user", "u2")
+        + turn("assistant", "b2")
+        + turn("user", "u3"),
     ),
     (
         "d",
@@ -369,3 +375,9 @@ def test_a_template_that_is_not_text(tiny: Tokenizer, tmp_path: Path) -> None:
     (checkpoint(tmp_path) / "chat_template.jinja").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: not readable"):
         ChatTemplate.from_dir(tmp_path, tiny)
+
+
+def test_half_a_surrogate_pair_is_a_bad_request(tiny: Tokenizer) -> None:
+    for text in ("\ud83c", "<|im_end|>\udf89"):
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            load("d", tiny).encode([user(text)])

@@ -15,9 +15,8 @@ embedding has 512 rows, so some are never to be drawn), a chat template, and ref
     prefill_len      int64                P
     greedy_f32/bf16  int64 [G]            greedy continuation after the whole list
     margin_f32/bf16  float32 [G]          gap between the two highest logits at each of its steps
-    hidden_f32/bf16  float32 [L+1, T, H]  residual stream after embedding and layers, the last one after the final norm
+    hidden_f32       float32 [L+1, T, H]  residual stream after embedding and layers, the last one after the final norm
     conv_state_L     float32 [H, 3]       u of conv layer L at the last 3 tokens (f32 run)
-    key_L, value_L   float32 [KV, T, D]   rotated keys, and values, of attention layer L (f32 run)
     topk_L           int64 [T, k]         experts chosen in MoE layer L (f32 run), ascending
     topk_w_L         float32 [T, k]       their weights, same order
 """
@@ -211,18 +210,11 @@ def run(model: Any, tag: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarr
     router = RouterLog(model)
     out = model(input_ids=x, use_cache=True, output_hidden_states=True)
     router.close()
-    refs = {
-        f"logits_{tag}": out.logits[0].float().numpy(),
-        f"hidden_{tag}": torch.stack([h[0].float() for h in out.hidden_states]).numpy(),
-    }
-    states: dict[str, np.ndarray] = {}
+    refs = {f"logits_{tag}": out.logits[0].float().numpy()}
+    states = {"hidden_f32": torch.stack([h[0].float() for h in out.hidden_states]).numpy()}
     for i, kind in enumerate(model.config.layer_types):
-        layer = out.past_key_values.layers[i]
         if kind == "conv":
-            states[f"conv_state_{i}"] = layer.conv_states[0][0].float().numpy().copy()
-        else:
-            states[f"key_{i}"] = layer.keys[0].float().numpy().copy()
-            states[f"value_{i}"] = layer.values[0].float().numpy().copy()
+            states[f"conv_state_{i}"] = out.past_key_values.layers[i].conv_states[0][0].float().numpy().copy()
     for i, (chosen, weight) in router.chosen.items():
         order = chosen.argsort(dim=-1)
         states[f"topk_{i}"] = chosen.gather(1, order).numpy()

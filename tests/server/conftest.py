@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 
 from lfm2serve.options import EngineOptions
 from lfm2serve.runtime import Runtime, load_runtime
+from lfm2serve.sampling import SamplingParams
 from lfm2serve.server import create_app
 
 from .fake import FakeEngine, fake_runtime
@@ -58,7 +59,7 @@ class Live:
 
     def settled(self) -> bool:
         """Whether every stream ends soon and all pages are free."""
-        return self.engine.drain(10) and self.engine.census().clean
+        return self.engine.drain(60) and self.engine.census().clean
 
 
 @contextmanager
@@ -89,14 +90,25 @@ def wait_for(condition: Callable[[], Any], seconds: float = 10) -> None:
         time.sleep(0.005)
 
 
-@pytest.fixture(scope="session")
-def _real() -> Iterator[Live]:
-    runtime = load_runtime(TINY, EngineOptions(kv_pages=4, context=1024, max_streams=16))
+@contextmanager
+def real_runtime(**options: Any) -> Iterator[Runtime]:
+    """A tiny checkpoint whose kernels are compiled: what the tests wait for afterwards is never the compiler."""
+    runtime = load_runtime(TINY, EngineOptions(**options))
     try:
-        with serving(runtime) as live:
-            yield live
+        rows = min(runtime.engine.context, 512) - 8
+        for prompt, more in (([20] * rows, {"logprobs": 2, "prompt_logprobs": 2}), ([20], {"temperature": 0.0})):
+            params = SamplingParams(max_tokens=4, ignore_eos=True, **more)
+            runtime.engine.submit(prompt, params, lambda event: None, seed=0)
+        assert runtime.engine.drain(600)
+        yield runtime
     finally:
         runtime.close()
+
+
+@pytest.fixture(scope="session")
+def _real() -> Iterator[Live]:
+    with real_runtime(kv_pages=4, context=1024, max_streams=16) as runtime, serving(runtime) as live:
+        yield live
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -75,7 +76,7 @@ def test_leaving_while_the_prompt_is_tokenised_starts_nothing(fake: Live, monkey
 
 def test_a_long_prompt_does_not_hold_up_the_others(fake: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     encode = type(fake.runtime).encode_prompt
-    gate = __import__("threading").Event()
+    gate = threading.Event()
 
     def slow(self: Any, prompt: Any, **kwargs: Any) -> list[int]:
         if len(prompt) > 1000:
@@ -86,7 +87,7 @@ def test_a_long_prompt_does_not_hold_up_the_others(fake: Live, monkeypatch: pyte
     with connect(fake, "/v1/completions", {"prompt": "long " * 2000, "max_tokens": 1}) as waiting:
         assert fake.post("/v1/completions", prompt="short").status_code == 200
         gate.set()
-        assert waiting.recv(12) == b"HTTP/1.1 400" or waiting, "the long one is answered too"
+        assert waiting.recv(12) == b"HTTP/1.1 200", "the long one is answered too"
 
 
 def test_leaving_a_hundred_times(real: Live) -> None:
@@ -94,6 +95,7 @@ def test_leaving_a_hundred_times(real: Live) -> None:
     body = {"ignore_eos": True, "temperature": 0}
     long = {**body, "prompt": [20] * 500, "max_tokens": 400}
     short = {**body, "prompt": "Hi", "max_tokens": 400}
+    before = real.engine.stats().counters.generated_tokens
     for turn in range(100):
         asked = (long, short)[turn % 2] | {"stream": turn % 4 < 2, "n": 1 + turn % 3}
         with connect(real, "/v1/completions", asked) as sock:
@@ -101,13 +103,16 @@ def test_leaving_a_hundred_times(real: Live) -> None:
                 sock.recv(100)
             else:
                 time.sleep(0.002 * (turn % 10))
-    assert real.engine.drain(5), "nothing of them may run on"
+    assert real.engine.drain(60)
     stats = real.engine.stats()
     assert (stats.waiting, stats.filling, stats.running) == (0, 0, 0) and stats.census.clean
     assert stats.counters.census_errors == 0
+    assert stats.counters.generated_tokens - before < 10_000, "they asked for 80,000: nothing runs on for nobody"
 
 
 def test_the_async_client_can_cancel(real: Live) -> None:
+    before = real.engine.stats().counters.generated_tokens
+
     async def main() -> None:
         async with openai.AsyncOpenAI(base_url=real.url + "/v1", api_key="none", max_retries=0) as client:
             ask = client.completions.create(
@@ -119,7 +124,7 @@ def test_the_async_client_can_cancel(real: Live) -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            wait = asyncio.to_thread(real.engine.drain, 5)
-            assert await wait
+            assert await asyncio.to_thread(real.engine.drain, 60)
+            assert real.engine.stats().counters.generated_tokens - before < 800
 
     asyncio.run(main())

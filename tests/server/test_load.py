@@ -8,10 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from lfm2serve.options import EngineOptions
-from lfm2serve.runtime import load_runtime
-
-from .conftest import TINY, Live, serving
+from .conftest import Live, real_runtime, serving
 
 CLIENTS = 64
 
@@ -35,25 +32,20 @@ async def ask(client: openai.AsyncOpenAI, number: int) -> str:
 
 
 def test_64_clients_on_a_pool_that_holds_3() -> None:
-    runtime = load_runtime(TINY, EngineOptions(kv_pages=3, context=512, max_streams=8))
-    try:
-        with serving(runtime) as live:
+    with real_runtime(kv_pages=3, context=512, max_streams=8) as runtime, serving(runtime) as live:
 
-            async def main() -> tuple[list[str], list[str]]:
-                async with openai.AsyncOpenAI(
-                    base_url=live.url + "/v1", api_key="x", max_retries=0, timeout=120
-                ) as client:
-                    solo = [await ask(client, number) for number in range(16)]
-                    crowd = await asyncio.gather(*(ask(client, number) for number in range(CLIENTS)))
-                    return solo, crowd
+        async def main() -> tuple[list[str], list[str]]:
+            url = live.url + "/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=120) as client:
+                solo = [await ask(client, number) for number in range(16)]
+                crowd = await asyncio.gather(*(ask(client, number) for number in range(CLIENTS)))
+                return solo, crowd
 
-            solo, crowd = asyncio.run(main())
-            assert crowd == [solo[number % 16] for number in range(CLIENTS)]
-            assert len(set(solo)) > 8, "the requests are different ones"
-            assert live.settled(), live.engine.census()
-            assert live.engine.stats().counters.census_errors == 0
-    finally:
-        runtime.close()
+        solo, crowd = asyncio.run(main())
+        assert crowd == [solo[number % 16] for number in range(CLIENTS)]
+        assert len(set(solo)) > 8, "the requests are different ones"
+        assert live.settled(), live.engine.census()
+        assert live.engine.stats().counters.census_errors == 0
 
 
 def test_greedy_replies_are_one_text_among_neighbours(real: Live) -> None:
@@ -88,18 +80,14 @@ def test_a_bad_request_among_good_ones_harms_nobody(real: Live) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_fault_is_503_everywhere(stream: bool) -> None:
     """A fault ends what was running with an error, refuses what comes, and shows in /health."""
-    runtime = load_runtime(TINY, EngineOptions(kv_pages=2, context=512))
-    try:
-        with serving(runtime) as live:
-            assert live.http.get("/health").json()["status"] == "ok"
+    with real_runtime(kv_pages=2, context=512) as runtime, serving(runtime) as live:
+        assert live.http.get("/health").json()["status"] == "ok"
 
-            def die(*args: Any) -> None:
-                raise SystemError("injected fault")
+        def die(*args: Any) -> None:
+            raise SystemError("injected fault")
 
-            runtime.engine._scheduler.admit = die  # type: ignore[method-assign, assignment]
-            answer = live.post("/v1/completions", prompt="Hi", stream=stream)
-            for reply in (answer, live.post("/v1/completions", prompt="Hi"), live.http.get("/health")):
-                assert reply.status_code == 503 and "injected fault" in reply.json()["error"]["message"]
-            assert live.http.get("/v1/models").status_code == 200
-    finally:
-        runtime.close()
+        runtime.engine._scheduler.admit = die  # type: ignore[method-assign, assignment]
+        answer = live.post("/v1/completions", prompt="Hi", stream=stream)
+        for reply in (answer, live.post("/v1/completions", prompt="Hi"), live.http.get("/health")):
+            assert reply.status_code == 503 and "injected fault" in reply.json()["error"]["message"]
+        assert live.http.get("/v1/models").status_code == 200

@@ -10,7 +10,9 @@ import httpx
 import openai
 import pytest
 
+from lfm2serve.config import GenerationDefaults
 from lfm2serve.errors import EngineDead, Lfm2Error
+from lfm2serve.reply import ReplyBuilder
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.streaming import to_json
 
@@ -176,8 +178,6 @@ def test_unexpected_errors_stay_out_of_the_reply(fake: Live, caplog: pytest.LogC
 
 
 def test_a_reply_that_cant_be_built_fails_alone(fake: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lfm2serve.reply import ReplyBuilder
-
     feed = ReplyBuilder.feed
 
     def picky(self: ReplyBuilder, event: Any) -> Any:
@@ -214,7 +214,6 @@ def test_an_engine_that_died_without_a_word_is_noticed(fake: Live) -> None:
 
 
 def test_defaults_come_from_the_checkpoint_and_the_request_wins(fake: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lfm2serve.config import GenerationDefaults
 
     defaults = GenerationDefaults(
         eos_token_ids=(7,), temperature=0.3, top_k=50, top_p=None, min_p=0.15, repetition_penalty=1.05

@@ -1,0 +1,751 @@
+"""Loading: every layout gives the same bits, every defect is one readable line, and there is no second copy."""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import tracemalloc
+from collections.abc import Callable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lfm2serve import tensor_files
+from lfm2serve.checkpoint import Checkpoint
+from lfm2serve.config import ModelConfig
+from lfm2serve.errors import CheckpointError
+from lfm2serve.tensor_files import f32_to_bf16
+from tests.checkpoints import (
+    Raw,
+    copy_in_other_layout,
+    fuse_experts,
+    read_safetensors,
+    write_file,
+    write_safetensors,
+    write_shards,
+)
+from tests.conftest import DATA
+from tests.real_models import MODELS, Published
+
+Tensors = dict[str, Raw]
+Buffers = dict[str, np.ndarray]
+FILE = "model.safetensors"
+NUMPY = {"bf16": np.uint16, "f32": np.float32}
+
+
+def allocate(_name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.full(shape, 0x7FFF if dtype == "bf16" else np.nan, NUMPY[dtype])
+
+
+def load(folder: Path) -> Buffers:
+    return Checkpoint(folder).load(allocate)
+
+
+def assert_same_bits(ours: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
+    assert set(ours) == set(wanted)
+    for name, array in wanted.items():
+        assert ours[name].dtype == array.dtype, name
+        assert ours[name].shape == array.shape, name
+        assert ours[name].tobytes() == array.tobytes(), name
+
+
+def write_checkpoint(folder: Path, source: Path, tensors: Mapping[str, Raw], **changes: Any) -> Path:
+    """`tensors` beside the config.json of `source`, with fields changed."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / FILE, tensors)
+    return folder
+
+
+def bits(raw: Raw, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    array = np.frombuffer(raw.data, np.uint16 if raw.dtype == "BF16" else np.float32)
+    return array.reshape(shape or raw.shape)
+
+
+def expected(folder: Path) -> Buffers:
+    """The buffers, put together from the stored tensors in another way than the loader's."""
+    stored = read_safetensors(folder / FILE)
+    config = json.loads((folder / "config.json").read_text())
+    found = {
+        "embed": bits(stored["model.embed_tokens.weight"]),
+        "final_norm": bits(stored["model.embedding_norm.weight"]),
+    }
+    for n, kind in enumerate(config["layer_types"]):
+        src, dst = f"model.layers.{n}.", f"layers.{n}."
+
+        def get(name: str, src: str = src) -> np.ndarray:
+            return bits(stored[src + name])
+
+        found[dst + "operator_norm"] = get("operator_norm.weight")
+        found[dst + "ffn_norm"] = get("ffn_norm.weight")
+        if kind == "conv":
+            found[dst + "conv.in_proj"] = get("conv.in_proj.weight")
+            found[dst + "conv.weight"] = get("conv.conv.weight")[:, 0, :]
+            found[dst + "conv.out_proj"] = get("conv.out_proj.weight")
+        else:
+            found[dst + "attn.qkv"] = np.concatenate([get(f"self_attn.{x}_proj.weight") for x in "qkv"])
+            found[dst + "attn.q_norm"] = get("self_attn.q_layernorm.weight")
+            found[dst + "attn.k_norm"] = get("self_attn.k_layernorm.weight")
+            found[dst + "attn.out"] = get("self_attn.out_proj.weight")
+        if src + "feed_forward.gate.weight" in stored:
+            experts = range(config["num_experts"])
+            found[dst + "moe.gate"] = get("feed_forward.gate.weight")
+            found[dst + "moe.bias"] = get("feed_forward.expert_bias")
+            pairs = [[get(f"feed_forward.experts.{e}.{w}.weight") for w in ("w1", "w3")] for e in experts]
+            found[dst + "moe.w13"] = np.stack([np.concatenate(pair) for pair in pairs])
+            found[dst + "moe.w2"] = np.stack([get(f"feed_forward.experts.{e}.w2.weight") for e in experts])
+        else:
+            found[dst + "mlp.w13"] = np.concatenate([get(f"feed_forward.{w}.weight") for w in ("w1", "w3")])
+            found[dst + "mlp.w2"] = get("feed_forward.w2.weight")
+    return found
+
+
+@pytest.fixture(params=["tiny_moe", "tiny_dense"])
+def tiny(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.getfixturevalue(request.param)
+    return path
+
+
+# ---------------------------------------------------------------- the published models, headers only
+
+
+def published_names(model: Published) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Names, shapes and dtypes of a published file, as its hub page lists them."""
+    c, config = model.config, ModelConfig.from_dict(model.config)
+    h, v, bf = c["hidden_size"], c["vocab_size"], "BF16"
+    names = {"model.embed_tokens.weight": ((v, h), bf), "model.embedding_norm.weight": ((h,), bf)}
+    for n in range(c["num_hidden_layers"]):
+        layer = f"model.layers.{n}."
+        names |= {f"{layer}operator_norm.weight": ((h,), bf), f"{layer}ffn_norm.weight": ((h,), bf)}
+        if n in config.attention_layers:
+            attn = f"{layer}self_attn."
+            names |= {f"{attn}{x}_proj.weight": ((h if x == "q" else 512, h), bf) for x in "qkv"}
+            names |= {f"{attn}out_proj.weight": ((h, h), bf)}
+            names |= {f"{attn}{x}_layernorm.weight": ((64,), bf) for x in "qk"}
+        else:
+            names |= {f"{layer}conv.in_proj.weight": ((3 * h, h), bf), f"{layer}conv.conv.weight": ((h, 1, 3), bf)}
+            names |= {f"{layer}conv.out_proj.weight": ((h, h), bf)}
+        feed, inner = f"{layer}feed_forward.", model.intermediate
+        prefixes = [feed]
+        if c["model_type"] == "lfm2_moe" and n >= 2:
+            names |= {
+                f"{feed}gate.weight": ((c["num_experts"], h), bf),
+                f"{feed}expert_bias": ((c["num_experts"],), "F32"),
+            }
+            prefixes, inner = [f"{feed}experts.{e}." for e in range(c["num_experts"])], c["moe_intermediate_size"]
+        for prefix in prefixes:
+            names |= {f"{prefix}w1.weight": ((inner, h), bf), f"{prefix}w3.weight": ((inner, h), bf)}
+            names |= {f"{prefix}w2.weight": ((h, inner), bf)}
+    return names
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_published_files_are_understood(model: Published, tmp_path: Path) -> None:
+    names, header, at = published_names(model), {}, 0
+    for name, (shape, dtype) in names.items():
+        size = int(np.prod(shape)) * (2 if dtype == "BF16" else 4)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    assert len(names) == model.tensors
+    write_file(tmp_path / FILE, json.dumps(header).encode(), b"")
+    with (tmp_path / FILE).open("r+b") as stream:  # a sparse file: only the header takes room
+        stream.truncate(8 + len(json.dumps(header)) + at)
+    (tmp_path / "config.json").write_text(json.dumps(model.config))
+    checkpoint = Checkpoint(tmp_path)
+    assert len(checkpoint.tensors) == model.tensors
+    assert checkpoint.weight_bytes == 2 * model.parameters + 4 * model.bias_values
+    assert checkpoint.config.intermediate_size == model.intermediate
+
+
+# ---------------------------------------------------------------- the same bits from every layout
+
+
+def test_every_weight_arrives_bit_for_bit(tiny: Path) -> None:
+    checkpoint = Checkpoint(tiny)
+    loaded = checkpoint.load(allocate)
+    assert_same_bits(loaded, expected(tiny))
+    assert checkpoint.weight_bytes == sum(array.nbytes for array in loaded.values())
+    assert checkpoint.weight_bytes == 2 * checkpoint.config.parameters + 4 * sum(
+        array.size for name, array in loaded.items() if name.endswith("moe.bias")
+    )
+
+
+@pytest.mark.parametrize("shards", [1, 2, 7])
+def test_shards_fused_experts_and_the_old_dialect(tiny: Path, tmp_path: Path, shards: int) -> None:
+    other = copy_in_other_layout(tiny, tmp_path / "other", shards)
+    assert_same_bits(load(other), expected(tiny))
+    assert Checkpoint(other).config == Checkpoint(tiny).config
+
+
+def test_a_single_file_is_preferred_to_left_over_shards(tiny: Path, tmp_path: Path) -> None:
+    other = copy_in_other_layout(tiny, tmp_path / "other")
+    (other / FILE).write_bytes((tiny / FILE).read_bytes())
+    for shard in other.glob("model-*.safetensors"):
+        shard.unlink()
+    assert_same_bits(load(other), expected(tiny))
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_fused_experts_with_either_name(tiny_moe: Path, tmp_path: Path, suffix: str) -> None:
+    fused = fuse_experts(read_safetensors(tiny_moe / FILE), suffix)
+    assert any(name.endswith("experts.gate_up_proj" + suffix) for name in fused)
+    assert_same_bits(load(write_checkpoint(tmp_path, tiny_moe, fused)), expected(tiny_moe))
+
+
+def test_one_layer_fused_and_another_not(tiny_moe: Path, tmp_path: Path) -> None:
+    single = read_safetensors(tiny_moe / FILE)
+    fused = fuse_experts(single)
+    mixed = {name: raw for name, raw in single.items() if "layers.3." in name}
+    mixed |= {name: raw for name, raw in fused.items() if "layers.3." not in name}
+    assert_same_bits(load(write_checkpoint(tmp_path, tiny_moe, mixed)), expected(tiny_moe))
+
+
+def test_names_of_the_text_model_inside_a_vision_model(tiny: Path, tmp_path: Path) -> None:
+    stored = read_safetensors(tiny / FILE)
+    renamed = {name.replace("model.", "model.language_model.", 1): raw for name, raw in stored.items()}
+    assert_same_bits(load(write_checkpoint(tmp_path, tiny, renamed)), expected(tiny))
+
+
+def test_tensors_in_any_order_of_the_file(tiny: Path, tmp_path: Path) -> None:
+    stored = read_safetensors(tiny / FILE)
+    backwards = {name: stored[name] for name in sorted(stored, reverse=True)}
+    assert_same_bits(load(write_checkpoint(tmp_path, tiny, backwards)), expected(tiny))
+
+
+@pytest.mark.parametrize("piece", [1000, 1 << 21])
+@pytest.mark.parametrize("dtype", ["F32", "F16"])
+def test_wider_checkpoints_are_rounded_to_bf16(
+    tiny: Path,
+    tmp_path: Path,
+    dtype: str,
+    piece: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tensor_files, "PIECE", piece)
+    generator = np.random.default_rng(5)
+    stored, rounded = {}, {}
+    for name, raw in read_safetensors(tiny / FILE).items():
+        if name.endswith("expert_bias"):
+            stored[name] = rounded[name] = raw
+            continue
+        noise = generator.uniform(1 - 2**-8, 1 + 2**-8, raw.shape)
+        stored[name] = Raw.of((raw.floats() * noise).astype(np.float32), dtype)
+        rounded[name] = Raw("BF16", raw.shape, nearest_bf16(stored[name].floats()).tobytes())
+    reference = write_checkpoint(tmp_path / "reference", tiny, rounded)
+    with caplog.at_level(logging.INFO, "lfm2serve"):
+        loaded = load(write_checkpoint(tmp_path / "wide", tiny, stored))
+    assert_same_bits(loaded, expected(reference))
+    assert [r.getMessage() for r in caplog.records] == [f"wide: weights stored as {dtype} are rounded to bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_a_narrow_expert_bias_is_widened(tiny_moe: Path, tmp_path: Path, dtype: str) -> None:
+    stored = read_safetensors(tiny_moe / FILE)
+    name = "model.layers.2.feed_forward.expert_bias"
+    values = np.array([0.5, -0.25, 1.75, 0.0, -3.0, 0.15625], np.float32)
+    stored[name] = Raw.of(values, dtype)
+    loaded = load(write_checkpoint(tmp_path, tiny_moe, stored))
+    assert loaded["layers.2.moe.bias"].dtype == np.float32
+    assert loaded["layers.2.moe.bias"].tolist() == values.tolist()
+
+
+def nearest_bf16(x: np.ndarray) -> np.ndarray:
+    """Bits of the nearest bf16, ties to the even one: by comparing the two neighbours in float64 (finite values)."""
+    low = (np.ascontiguousarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    high = low + np.uint16(1)
+
+    def value(b: np.ndarray) -> np.ndarray:
+        v = (b.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return np.where(np.isinf(v), np.copysign(2.0**128, v), v)
+
+    below, above = np.abs(x.astype(np.float64) - value(low)), np.abs(value(high) - x.astype(np.float64))
+    return np.where((below < above) | ((below == above) & (low % 2 == 0)), low, high)
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=30))
+def test_rounding_is_to_nearest_even(values: list[float]) -> None:
+    x = np.array(values, np.float32)
+    assert f32_to_bf16(x).tolist() == nearest_bf16(x).tolist()
+
+
+def test_rounding_at_ties_and_of_special_values() -> None:
+    words = np.arange(0x3F80_0000, 0x3F84_0000, 0x4000, np.uint32)
+    assert f32_to_bf16(words.view(np.float32)).tolist() == nearest_bf16(words.view(np.float32)).tolist()
+    special = np.array([0x7F80_0000, 0xFF80_0000, 0x7F80_0001, 0xFFFF_FFFF, 0x7F7F_FFFF, 0x8000_0000], np.uint32)
+    infinity, minus, quiet, negative, overflow, zero = f32_to_bf16(special.view(np.float32)).tolist()
+    assert (infinity, minus, overflow, zero) == (0x7F80, 0xFF80, 0x7F80, 0x8000)
+    for nan in (quiet, negative):
+        assert nan & 0x7F80 == 0x7F80
+        assert nan & 0x7F
+
+
+# ---------------------------------------------------------------- output head
+
+
+def test_an_output_head_equal_to_the_embedding_is_left_out(tiny: Path, tmp_path: Path) -> None:
+    stored = read_safetensors(tiny / FILE)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"]
+    assert_same_bits(load(write_checkpoint(tmp_path, tiny, stored)), expected(tiny))
+
+
+@pytest.mark.parametrize("at", [0, 12345, -1])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_output_head_that_differs_is_loaded(tiny: Path, tmp_path: Path, at: int, tied: bool) -> None:
+    stored = read_safetensors(tiny / FILE)
+    embed = stored["model.embed_tokens.weight"]
+    head = np.frombuffer(embed.data, np.uint16).copy()
+    head[at] ^= 1
+    stored["lm_head.weight"] = Raw("BF16", embed.shape, head.tobytes())
+    folder = write_checkpoint(tmp_path, tiny, stored, tie_word_embeddings=tied)
+    assert_same_bits(load(folder), expected(tiny) | {"lm_head": head.reshape(embed.shape)})
+
+
+def test_an_untied_model_needs_its_output_head(tiny: Path, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, tiny, read_safetensors(tiny / FILE), tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors: lm_head\.weight is missing"):
+        Checkpoint(folder)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class RecordingFile(FileIO):
+    """A file that remembers which bytes were read."""
+
+    reads: list[tuple[str, int, int]] = []  # noqa: RUF012  reset by each test
+
+    def readinto(self, view: Any) -> int:
+        at = self.tell()
+        count = super().readinto(view) or 0
+        self.reads.append((Path(str(self.name)).name, at, at + count))
+        return count
+
+
+def test_bytes_are_read_once_and_in_the_order_of_the_file(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copy_in_other_layout(tiny, tmp_path / "other")
+    checkpoint = Checkpoint(folder)
+    monkeypatch.setattr(tensor_files, "FileIO", RecordingFile)
+    monkeypatch.setattr(tensor_files, "PIECE", 4096)
+    RecordingFile.reads = []
+    checkpoint.load(allocate)
+    assert RecordingFile.reads == sorted(RecordingFile.reads)
+    for before, after in zip(RecordingFile.reads, RecordingFile.reads[1:], strict=False):
+        assert before[0] != after[0] or before[2] == after[1]
+    assert sum(end - start for _, start, end in RecordingFile.reads) == sum(
+        t.nbytes for t in checkpoint.tensors.values()
+    )
+
+
+@pytest.mark.parametrize("head", ["none", "equal", "different"])
+def test_progress_counts_the_bytes_of_the_files(
+    tiny: Path, tmp_path: Path, head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "PIECE", 5000)
+    stored = read_safetensors(tiny / FILE)
+    if head != "none":
+        raw = stored["model.embed_tokens.weight"]
+        stored["lm_head.weight"] = raw if head == "equal" else Raw(raw.dtype, raw.shape, raw.data[:-1] + b"\x11")
+    checkpoint = Checkpoint(write_checkpoint(tmp_path, tiny, stored))
+    calls: list[tuple[int, int]] = []
+    checkpoint.load(allocate, lambda done, total: calls.append((done, total)))
+    assert {total for _, total in calls} == {sum(len(raw.data) for raw in stored.values())}
+    done = [done for done, _ in calls]
+    assert done == sorted(set(done))
+    assert calls[-1][0] == calls[-1][1]
+
+
+@pytest.mark.parametrize(("dtype", "scratch"), [("BF16", 100_000), ("F32", 400_000)])
+def test_loading_holds_no_second_copy(
+    tiny_moe: Path, tmp_path: Path, dtype: str, scratch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_files, "PIECE", 8192)
+    stored = read_safetensors(tiny_moe / FILE)
+    if dtype == "F32":
+        stored = {name: Raw.of(raw.floats()) for name, raw in stored.items()}
+    checkpoint = Checkpoint(write_checkpoint(tmp_path, tiny_moe, stored))
+    largest = max(tensor.nbytes for tensor in checkpoint.tensors.values())
+    assert largest > 2 * scratch or dtype == "F32"
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        buffers = checkpoint.load(allocate)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < checkpoint.weight_bytes + scratch
+    assert peak - before < checkpoint.weight_bytes + scratch
+    assert sum(array.nbytes for array in buffers.values()) == checkpoint.weight_bytes
+
+
+def test_the_given_buffers_are_filled_in_place(tiny: Path) -> None:
+    given_out: Buffers = {}
+
+    def hand_out(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        assert name not in given_out
+        given_out[name] = allocate(name, shape, dtype)
+        return given_out[name]
+
+    loaded = Checkpoint(tiny).load(hand_out)
+    assert {name: id(array) for name, array in loaded.items()} == {name: id(array) for name, array in given_out.items()}
+
+
+def test_a_buffer_of_the_wrong_kind_is_refused(tiny: Path) -> None:
+    kinds: list[Callable[..., np.ndarray]] = [
+        lambda name, shape, dtype: np.empty(shape, np.float64),
+        lambda name, shape, dtype: np.empty((*shape, 1), NUMPY[dtype]),
+        lambda name, shape, dtype: np.empty((*shape[:-1], 2 * shape[-1]), NUMPY[dtype])[..., ::2],
+    ]
+    for kind in kinds:
+        with pytest.raises(ValueError, match="must give a C-contiguous"):
+            Checkpoint(tiny).load(kind)
+
+
+# ---------------------------------------------------------------- defects
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_no_such_directory(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "^no such model: .*nowhere")
+
+
+def test_no_weights(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    refused(tmp_path, r"no model\.safetensors and no model\.safetensors\.index\.json")
+
+
+EVERY_KIND = [
+    "model.embed_tokens.weight",
+    "model.embedding_norm.weight",
+    "model.layers.0.operator_norm.weight",
+    "model.layers.0.ffn_norm.weight",
+    "model.layers.0.conv.in_proj.weight",
+    "model.layers.0.conv.conv.weight",
+    "model.layers.0.conv.out_proj.weight",
+    "model.layers.0.feed_forward.w1.weight",
+    "model.layers.0.feed_forward.w2.weight",
+    "model.layers.0.feed_forward.w3.weight",
+    "model.layers.2.self_attn.q_proj.weight",
+    "model.layers.2.self_attn.k_proj.weight",
+    "model.layers.2.self_attn.v_proj.weight",
+    "model.layers.2.self_attn.out_proj.weight",
+    "model.layers.2.self_attn.q_layernorm.weight",
+    "model.layers.2.self_attn.k_layernorm.weight",
+    "model.layers.2.feed_forward.gate.weight",
+    "model.layers.2.feed_forward.expert_bias",
+    "model.layers.2.feed_forward.experts.5.w1.weight",
+    "model.layers.2.feed_forward.experts.5.w2.weight",
+    "model.layers.2.feed_forward.experts.5.w3.weight",
+]
+
+
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_a_missing_tensor(tiny_moe: Path, tmp_path: Path, name: str) -> None:
+    stored = read_safetensors(tiny_moe / FILE)
+    del stored[name]
+    refused(write_checkpoint(tmp_path, tiny_moe, stored), rf"^model\.safetensors: {name} is missing")
+
+
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_a_misshapen_tensor(tiny_moe: Path, tmp_path: Path, name: str) -> None:
+    stored = read_safetensors(tiny_moe / FILE)
+    raw = stored[name]
+    stored[name] = Raw(raw.dtype, (*raw.shape[:-1], raw.shape[-1] * 2), raw.data * 2)
+    folder = write_checkpoint(tmp_path, tiny_moe, stored)
+    shapes = rf"{list(stored[name].shape)}, config.json wants {list(raw.shape)}".replace("[", r"\[")
+    refused(folder, rf"^model\.safetensors: {name} has shape {shapes}")
+
+
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_a_tensor_of_another_dtype(tiny_moe: Path, tmp_path: Path, name: str) -> None:
+    stored = read_safetensors(tiny_moe / FILE)
+    raw = stored[name]
+    stored[name] = Raw("I8", raw.shape, bytes(int(np.prod(raw.shape))))
+    refused(write_checkpoint(tmp_path, tiny_moe, stored), rf"{name} has dtype I8, not BF16, F16, F32")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.conv.conv.bias",
+        "model.layers.4.operator_norm.weight",
+        "model.layers.2.feed_forward.experts.6.w1.weight",
+        "model.layers.2.feed_forward.experts.gate_up_proj",
+        "model.vision_tower.weight",
+        "something",
+    ],
+)
+def test_an_unexpected_tensor(tiny_moe: Path, tmp_path: Path, name: str) -> None:
+    stored = read_safetensors(tiny_moe / FILE) | {name: Raw("BF16", (6, 96, 256), bytes(2 * 6 * 96 * 256))}
+    folder = write_checkpoint(tmp_path, tiny_moe, stored)
+    fused = name.endswith("gate_up_proj")  # then each expert's own tensors are too many
+    named = "model.layers.2.feed_forward.experts.0.w1.weight" if fused else name
+    refused(folder, rf"^model\.safetensors: unexpected tensor {named} ")
+
+
+def test_the_same_tensor_under_two_names(tiny: Path, tmp_path: Path) -> None:
+    stored = read_safetensors(tiny / FILE)
+    stored["model.language_model.embedding_norm.weight"] = stored["model.embedding_norm.weight"]
+    refused(write_checkpoint(tmp_path, tiny, stored), r"embedding_norm\.weight is stored twice, also as")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 400}, r"embed_tokens\.weight has shape \[512, 256\], config.json wants \[400, 256\]"),
+        ({"num_key_value_heads": 1}, r"k_proj\.weight has shape \[128, 256\], config.json wants \[64, 256\]"),
+        ({"num_experts": 4}, r"gate\.weight has shape \[6, 256\], config.json wants \[4, 256\]"),
+        ({"num_experts": 8}, r"gate\.weight has shape \[6, 256\], config.json wants \[8, 256\]"),
+        ({"moe_intermediate_size": 64}, r"w1\.weight has shape \[48, 256\], config.json wants \[64, 256\]"),
+        ({"intermediate_size": 192}, r"w1\.weight has shape \[160, 256\], config.json wants \[192, 256\]"),
+        ({"num_dense_layers": 1}, r"layers\.1\.feed_forward\.gate\.weight is missing"),
+        ({"num_dense_layers": 3}, r"layers\.2\.feed_forward\.w1\.weight is missing"),
+        ({"use_expert_bias": False}, r"unexpected tensor model\.layers\.2\.feed_forward\.expert_bias"),
+        (
+            {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "full_attention"]},
+            r"unexpected tensor model\.layers\.3\.",
+        ),
+        (
+            {"layer_types": ["full_attention", "conv", "conv", "conv"]},
+            r"layers\.0\.self_attn\.q_proj\.weight is missing",
+        ),
+        ({"hidden_size": 128, "num_attention_heads": 2}, r"has shape \[512, 256\], config.json wants \[512, 128\]"),
+    ],
+)
+def test_a_config_that_disagrees_with_the_tensors(
+    tiny_moe: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    refused(write_checkpoint(tmp_path, tiny_moe, read_safetensors(tiny_moe / FILE), **changes), message)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"block_auto_adjust_ff_dim": False}, {"block_multiple_of": 256}, {"intermediate_size": 6656}]
+)
+def test_the_tensors_have_the_last_word_on_the_dense_size(
+    tiny_dense: Path, tmp_path: Path, changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_checkpoint(tmp_path, tiny_dense, read_safetensors(tiny_dense / FILE), **changes)
+    with caplog.at_level(logging.WARNING, "lfm2serve"):
+        checkpoint = Checkpoint(folder)
+    assert checkpoint.config.intermediate_size == 192
+    assert "intermediate_size" in caplog.text
+    assert "has 192 rows" in caplog.text
+    assert_same_bits(checkpoint.load(allocate), expected(tiny_dense))
+
+
+def test_a_dense_size_that_the_kernels_can_not_take(tiny_dense: Path, tmp_path: Path) -> None:
+    stored = read_safetensors(tiny_dense / FILE)
+    stored["model.layers.0.feed_forward.w1.weight"] = Raw("BF16", (200, 192), bytes(2 * 200 * 192))
+    refused(
+        write_checkpoint(tmp_path, tiny_dense, stored), r"feed_forward\.w1\.weight has 200 rows, not a multiple of 16"
+    )
+
+
+# ---------------------------------------------------------------- broken files
+
+
+def entry(**changes: Any) -> bytes:
+    """A header of one tensor of 8 bytes, with fields changed."""
+    return json.dumps({"model.x": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]} | changes}).encode()
+
+
+BROKEN_FILES: list[tuple[str, bytes, str]] = [
+    ("empty", b"", "header of 0 bytes in a file of 0"),
+    ("seven bytes", bytes(7), "header of 0 bytes in a file of 7"),
+    ("header longer than the file", struct.pack("<Q", 100) + b"{}", "header of 100 bytes in a file of 10"),
+    ("absurd header length", struct.pack("<Q", 2**63) + b"{}", "in a file of 10: truncated or broken"),
+    ("a pickle", b"PK\x03\x04" + bytes(100), "truncated or broken"),
+    ("no JSON", struct.pack("<Q", 2) + b"{]", "broken header"),
+    ("no UTF-8", struct.pack("<Q", 2) + b"\xff\xff", "broken header"),
+    ("nested too deep", struct.pack("<Q", 100_000) + b"[" * 100_000, "broken header"),
+    ("a list", struct.pack("<Q", 2) + b"[]", "broken header"),
+]
+BROKEN_HEADERS: list[tuple[str, bytes, int, str]] = [
+    ("entry is a list", b'{"model.x": []}', 0, "'model.x': broken header entry"),
+    (
+        "name with a newline",
+        b'{"a\\nb": {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]}}',
+        8,
+        "broken header entry",
+    ),
+    ("no dtype", b'{"model.x": {"shape": [4], "data_offsets": [0, 8]}}', 8, "model.x: unknown dtype None"),
+    ("unknown dtype", entry(dtype="BF17"), 8, "model.x: unknown dtype 'BF17'"),
+    ("shape of text", entry(shape=["4"]), 8, "model.x: broken shape"),
+    ("negative shape", entry(shape=[-2, -2]), 8, "model.x: broken shape"),
+    ("boolean shape", entry(shape=[4, True]), 8, "model.x: broken shape"),
+    ("one offset", entry(data_offsets=[0]), 8, "model.x: broken data_offsets"),
+    ("negative offset", entry(data_offsets=[-8, 0]), 8, "model.x: broken data_offsets"),
+    ("offsets backwards", entry(data_offsets=[8, 0]), 8, r"model.x: -8 bytes, BF16 \[4\] takes 8"),
+    ("too few bytes", entry(data_offsets=[0, 6]), 6, r"model.x: 6 bytes, BF16 \[4\] takes 8"),
+    ("huge shape", entry(shape=[2**62, 2**62]), 8, "model.x: 8 bytes"),
+    ("data cut off", entry(), 7, "model.x ends at byte .*: truncated"),
+    ("data left over", entry(), 9, "1 bytes after the last tensor"),
+    ("gap", entry(data_offsets=[2, 10]), 10, "model.x starts at byte"),
+    (
+        "overlap",
+        json.dumps({n: {"dtype": "BF16", "shape": [4], "data_offsets": [0, 8]} for n in ("a", "b")}).encode(),
+        8,
+        "starts at byte",
+    ),
+    ("twice the same name", entry()[:-1] + b", " + entry()[1:], 8, "'model.x' appears twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), [b[1:] for b in BROKEN_FILES], ids=[b[0] for b in BROKEN_FILES])
+def test_a_broken_file(tiny: Path, tmp_path: Path, content: bytes, message: str) -> None:
+    write_checkpoint(tmp_path, tiny, {})
+    (tmp_path / FILE).write_bytes(content)
+    refused(tmp_path, rf"^model\.safetensors: .*{message}")
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"), [b[1:] for b in BROKEN_HEADERS], ids=[b[0] for b in BROKEN_HEADERS]
+)
+def test_a_broken_header(tiny: Path, tmp_path: Path, header: bytes, data: int, message: str) -> None:
+    write_checkpoint(tmp_path, tiny, {})
+    write_file(tmp_path / FILE, header, bytes(data))
+    refused(tmp_path, rf"^model\.safetensors: .*{message}")
+
+
+def test_metadata_and_a_padded_header_are_fine(tiny: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny, {})
+    content = (tiny / FILE).read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size]) | {"__metadata__": {"format": "pt", "note": "x"}}
+    write_file(tmp_path / FILE, json.dumps(header).encode() + b" " * 37, content[8 + size :])
+    assert_same_bits(load(tmp_path), expected(tiny))
+
+
+def test_a_file_that_can_not_be_opened(tiny: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny, {})
+    (tmp_path / FILE).unlink()
+    (tmp_path / FILE).mkdir()
+    refused(tmp_path, r"^model\.safetensors: can't be read")
+
+
+def test_a_file_that_shrinks_or_goes_between_check_and_load(tiny: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny, read_safetensors(tiny / FILE))
+    checkpoint = Checkpoint(tmp_path)
+    with (tmp_path / FILE).open("r+b") as stream:
+        stream.truncate((tmp_path / FILE).stat().st_size - 5)
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors: ends inside model\..*: truncated"):
+        checkpoint.load(allocate)
+    (tmp_path / FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"^model\.safetensors: model\..* can't be read"):
+        checkpoint.load(allocate)
+
+
+CONTENT = (DATA / "tiny-lfm2moe" / FILE).read_bytes()
+HEADER_END = 8 + struct.unpack("<Q", CONTENT[:8])[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.one_of(st.integers(0, len(CONTENT) - 1), st.integers(0, HEADER_END), st.integers(0, 16)))
+def test_a_file_cut_anywhere_is_refused(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
+    folder = tmp_path_factory.mktemp("cut")
+    write_checkpoint(folder, DATA / "tiny-lfm2moe", {})
+    (folder / FILE).write_bytes(CONTENT[:size])
+    refused(folder, r"^model\.safetensors: ")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, HEADER_END - 1), st.integers(0, 255)), min_size=1, max_size=4))
+def test_a_damaged_header_loads_or_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, damage: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "damaged"
+    write_checkpoint(folder, DATA / "tiny-lfm2moe", {})
+    content = bytearray(CONTENT)
+    for at, byte in damage:
+        content[at] = byte
+    (folder / FILE).write_bytes(content)
+    try:
+        checkpoint = Checkpoint(folder)
+    except CheckpointError as error:
+        assert "\n" not in str(error)
+    else:
+        assert checkpoint.weight_bytes == Checkpoint(DATA / "tiny-lfm2moe").weight_bytes
+
+
+# ---------------------------------------------------------------- shards
+
+
+@pytest.fixture
+def sharded(tiny: Path, tmp_path: Path) -> Path:
+    return copy_in_other_layout(tiny, tmp_path / "sharded")
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    file = folder / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    change(index)
+    file.write_text(json.dumps(index))
+
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+def test_a_missing_shard(sharded: Path) -> None:
+    (sharded / SHARD).unlink()
+    refused(sharded, rf"^{SHARD}: missing, but model\.safetensors\.index\.json lists it")
+
+
+def test_a_truncated_shard(sharded: Path) -> None:
+    content = (sharded / SHARD).read_bytes()
+    (sharded / SHARD).write_bytes(content[:-1])
+    refused(sharded, rf"^{SHARD}: .* ends at byte {len(content)} of {len(content) - 1}: truncated")
+
+
+def test_a_tensor_in_two_shards(sharded: Path) -> None:
+    first = read_safetensors(sharded / "model-00001-of-00003.safetensors")
+    second = read_safetensors(sharded / SHARD)
+    name = next(iter(first))
+    write_safetensors(sharded / SHARD, {**second, name: first[name]})
+    refused(sharded, rf"^{SHARD}: {name} is in model-00001-of-00003\.safetensors as well")
+
+
+def test_a_tensor_that_the_index_does_not_list(sharded: Path) -> None:
+    name = next(iter(read_safetensors(sharded / SHARD)))
+    edit_index(sharded, lambda index: index["weight_map"].pop(name))
+    refused(sharded, rf"^{SHARD}: {name} is not listed for this file")
+
+
+def test_a_tensor_that_only_the_index_has(sharded: Path) -> None:
+    edit_index(sharded, lambda index: index["weight_map"].update({"model.extra.weight": SHARD}))
+    refused(sharded, rf"^{SHARD}: model\.extra\.weight is missing, but")
+
+
+def test_a_missing_tensor_of_shards_names_the_index(tiny: Path, tmp_path: Path) -> None:
+    stored = read_safetensors(tiny / FILE)
+    del stored["model.embedding_norm.weight"]
+    write_checkpoint(tmp_path, tiny, {})
+    (tmp_path / FILE).unlink()
+    write_shards(tmp_path, stored, 2)
+    refused(tmp_path, r"^model\.safetensors\.index\.json: model\.embedding_norm\.weight is missing")
+
+
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "", ".", "..", 3, None])
+def test_an_index_that_points_out_of_the_directory(sharded: Path, shard: Any) -> None:
+    edit_index(sharded, lambda index: index["weight_map"].update({"model.x": shard}))
+    refused(sharded, r"^model\.safetensors\.index\.json: weight_map\['model\.x'\]=.* is no file name")
+
+
+@pytest.mark.parametrize("weight_map", [None, {}, [], "x"])
+def test_an_index_without_a_map(sharded: Path, weight_map: Any) -> None:
+    edit_index(sharded, lambda index: index.update(weight_map=weight_map))
+    refused(sharded, r"^model\.safetensors\.index\.json: weight_map is missing or empty")

@@ -1,0 +1,72 @@
+"""Drafts: what the lookup proposes, and when a stream stops drafting."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lfm2serve.drafting import MATCH, MAX_DRAFT, PAUSE, Drafter, RoundCosts, SuffixLookup
+
+
+def test_the_lookup_proposes_what_followed_the_last_earlier_occurrence() -> None:
+    text = [1, 2, 3, 4, 50, 51, 9, 1, 2, 3, 4, 60, 61, 62, 8, 1, 2, 3, 4]
+    assert SuffixLookup().propose(text, 3) == [60, 61, 62]
+    assert SuffixLookup().propose(text[:11], 2) == [50, 51]
+    assert SuffixLookup().propose(text[:6], 5) == []
+
+
+def test_a_short_repetition_is_drafted_on_and_on() -> None:
+    assert SuffixLookup().propose([7, 8] * 4, 7) == [7, 8, 7, 8, 7, 8, 7]
+    assert SuffixLookup().propose([5] * 5, 4) == [5, 5, 5, 5]
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, MAX_DRAFT))
+def test_the_lookup_is_the_same_grown_token_by_token(tokens: list[int], most: int) -> None:
+    grown = SuffixLookup()
+    for end in range(len(tokens)):
+        grown.propose(tokens[:end], most)
+    draft = grown.propose(tokens, most)
+    assert draft == SuffixLookup().propose(tokens, most)
+    assert len(draft) <= most
+    ends = [end for end in range(MATCH, len(tokens)) if tokens[end - MATCH : end] == tokens[-MATCH:]]
+    assert bool(draft) == bool(ends and most)
+    if draft:
+        text = tokens + draft
+        assert all(text[ends[-1] + i] == token for i, token in enumerate(draft))
+
+
+def cost(per_row: float) -> RoundCosts:
+    costs = RoundCosts()
+    for rows in (1, 2, 4, 8, 16):
+        costs.record(rows, 1.0 + per_row * (rows - 1))
+    return costs
+
+
+def test_cheap_rows_are_drafted_in_full_and_dear_ones_not_at_all() -> None:
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3
+    assert len(Drafter().propose(text, 100, 1, cost(0.0))) == MAX_DRAFT
+    assert Drafter().propose(text, 100, 1, cost(1.0)) == []
+    assert 1 <= len(Drafter().propose(text, 100, 1, cost(0.2))) < MAX_DRAFT
+    assert len(Drafter().propose(text, 2, 1, cost(0.0))) == 2
+
+
+def test_a_stream_whose_drafts_fail_pauses_longer_each_time_and_starts_again_on_success() -> None:
+    drafter, text, costs = Drafter(), [1, 2, 3, 4, 5] * 200, cost(0.05)
+    length, gaps = 20, []
+    for _ in range(4):
+        start = length
+        while not drafter.propose(text[:length], 10, 1, costs) and length < 900:
+            length += 1
+        gaps.append(length - start)
+        drafter.learn(5, 0, length)
+    assert gaps[0] == 0 and gaps[1] >= PAUSE and gaps[2] >= 2 * PAUSE and gaps[3] >= 4 * PAUSE
+    assert drafter.accepted == 0 and drafter.drafted == 20
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 1.0)), min_size=1, max_size=20), st.integers(1, 80))
+def test_cost_estimates_lie_among_what_was_seen(seen: list[tuple[int, float]], rows: int) -> None:
+    costs = RoundCosts()
+    for count, seconds in seen:
+        costs.record(count, seconds)
+    low, high = min(s for _, s in seen), max(s for _, s in seen)
+    assert low * 0.999 <= costs.estimate(rows) <= high * (1.0 + 0.02 * 80)
