@@ -77,9 +77,9 @@ class ChatLoop:
         try:
             with self._llm.stream([*system, *turns], self._params) as stream:
                 for delta in stream:
-                    reply += delta.text
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
+                    reply += delta.text
         except KeyboardInterrupt:
             pass  # the reply ends here, the chat goes on
         except Lfm2Error as error:

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import safetensors
 
+FILE = "model.safetensors"
+NUMPY = {"bf16": np.uint16, "f32": np.float32}
+
 
 @dataclass(frozen=True)
 class Raw:
@@ -107,3 +110,17 @@ def copy_in_other_layout(source: Path, target: Path, shards: int = 3) -> Path:
     (target / "config.json").write_text(json.dumps(old_dialect(config)))
     write_shards(target, fuse_experts(read_safetensors(source / "model.safetensors")), shards)
     return target
+
+
+def write_checkpoint(folder: Path, source: Path, tensors: Mapping[str, Raw], **changes: Any) -> Path:
+    """`tensors` beside the config.json of `source`, with fields changed."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((source / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / FILE, tensors)
+    return folder
+
+
+def allocate(_name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """A buffer for `Checkpoint.load`, filled with NaN: what isn't read shows."""
+    return np.full(shape, 0x7FFF if dtype == "bf16" else np.nan, NUMPY[dtype])

@@ -19,3 +19,10 @@ def tiny_moe() -> Path:
 def tiny_dense() -> Path:
     """A random lfm2 checkpoint: 5 layers, hidden 192, 3 query heads on 1 K/V head."""
     return DATA / "tiny-lfm2"
+
+
+@pytest.fixture(params=["tiny_moe", "tiny_dense"])
+def tiny(request: pytest.FixtureRequest) -> Path:
+    """Each of the two in turn."""
+    path: Path = request.getfixturevalue(request.param)
+    return path

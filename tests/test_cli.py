@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lfm2serve.options import EngineOptions
 from lfm2serve.repl import ChatLoop
 
 SMALL = ["--max-streams", "1", "--context", "1024"]
+ENDLESS = ["--raw", "--temperature", "0", "--max-tokens", "4000"]  # this prompt never meets an eos
 PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
@@ -37,9 +39,15 @@ def generate(model: Path, *arguments: str) -> int:
     return run(["generate", str(model), *arguments, *SMALL])
 
 
-def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+@contextmanager
+def started(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a process of its own, with pipes for both outputs; ended and cleaned up at the end."""
     command = [sys.executable, "-m", "lfm2serve", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def stdin_of(text: str | bytes) -> io.TextIOWrapper:
@@ -119,8 +127,9 @@ def test_progress_is_shown_to_who_watches(
 
 
 def test_verbose_says_what_is_done(tiny_moe: Path) -> None:
-    process = start("generate", str(tiny_moe), "Once", "-v", "--temperature", "0", "--max-tokens", "1", *SMALL)
-    out, err = process.communicate(timeout=120)
+    flags = ["-v", "--temperature", "0", "--max-tokens", "1", *SMALL]
+    with started("generate", str(tiny_moe), "Once", *flags) as process:
+        out, err = process.communicate()
     assert process.returncode == 0 and b"page pool" in err and b"page pool" not in out
 
 
@@ -178,22 +187,20 @@ def test_a_bug_is_one_line_too(capfd: pytest.CaptureFixture[str], monkeypatch: p
 
 
 def test_a_reader_that_leaves_ends_it_quietly(tiny_moe: Path) -> None:
-    process = start("generate", str(tiny_moe), "Once", "--max-tokens", "1000", "--temperature", "2", "--raw", *SMALL)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(1)
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(timeout=120), err) == (1, b"")
+    with started("generate", str(tiny_moe), "Once", *ENDLESS) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 1)
 
 
 def test_ctrl_c_ends_it_with_130(tiny_moe: Path) -> None:
-    process = start("generate", str(tiny_moe), "Once", "--max-tokens", "4000", "--temperature", "2", "--raw")
-    assert process.stdout is not None
-    process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (130, b"")
+    with started("generate", str(tiny_moe), "Once", *ENDLESS) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+        assert (process.returncode, err) == (130, b"")
 
 
 # ---- help and info ----
@@ -261,8 +268,8 @@ def test_info_says_what_does_not_fit(tiny_dense: Path, capfd: pytest.CaptureFixt
 
 
 def test_the_module_is_the_command() -> None:
-    process = start("--version")
-    assert process.communicate(timeout=60) == (f"lfm2serve {__version__}\n".encode(), b"")
+    with started("--version") as process:
+        assert process.communicate() == (f"lfm2serve {__version__}\n".encode(), b"")
 
 
 # ---- chat ----
@@ -344,14 +351,11 @@ def test_ctrl_c_stops_the_reply_and_not_the_chat(llm: LLM, monkeypatch: pytest.M
 
 
 def test_serve_answers_until_it_is_told_to_end(tiny_moe: Path) -> None:
-    process = start("serve", str(tiny_moe), "--port", "0", "--served-model-name", "tiny", *SMALL)
-    try:
+    with started("serve", str(tiny_moe), "--port", "0", "--served-model-name", "tiny", *SMALL) as process:
         assert process.stderr is not None
         url = next(line.split()[-1] for line in process.stderr if b" on http://127.0.0.1:" in line).decode()
         with urllib.request.urlopen(f"{url}/models") as response:
             assert [model["id"] for model in json.load(response)["data"]] == ["tiny"]
         process.terminate()
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate()
         assert (process.returncode, out) == (0, b"") and b"Traceback" not in err
-    finally:
-        process.kill()

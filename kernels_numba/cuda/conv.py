@@ -8,7 +8,7 @@ from numba import cuda
 from ..batch import RING_ROWS
 from .compiler import kernel
 from .functions import device, high_half, low_half, pack
-from .scalar import fma, mul
+from .scalar import fma, let_next_start, mul, wait_for_earlier
 
 THREADS = 128
 
@@ -48,6 +48,8 @@ def short_conv(bcx, weight, ring, layer, slots, positions, row_segment, seg_star
     ring, and only then writes the ring: the last 32 rows' u, whichever thread runs those. Padding rows (slot -1) write
     zeros to `out` and nothing to the ring.
     """
+    let_next_start()
+    wait_for_earlier()
     half = hidden >> 1
     word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
     if word >= half:

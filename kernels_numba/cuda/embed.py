@@ -7,7 +7,7 @@ from numba import cuda
 
 from .compiler import kernel
 from .functions import device
-from .scalar import load4, store4
+from .scalar import let_next_start, load4, store4, wait_for_earlier
 
 THREADS = 128
 FED_BACK = -1  # a token id of a decode row: the token that was drawn last for the row's slot
@@ -27,6 +27,8 @@ def embed(tokens, drawn, row_segment, seg_slot, weight, hidden, out):
 
     drawn [slots]: each slot's last drawn token, taken where the token is FED_BACK. Grid [rows].
     """
+    let_next_start()
+    wait_for_earlier()
     row = cuda.blockIdx.x
     slot = seg_slot[row_segment[row]]
     token = tokens[row]

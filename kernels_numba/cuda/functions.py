@@ -19,6 +19,7 @@ from .scalar import (
     fma,
     log2_approx,
     mul,
+    pack,
     shuffle_xor,
     sqrt,
     sub,
@@ -41,12 +42,6 @@ def low_half(pair):
 def high_half(pair):
     """The second of two bf16 in 32 bits, as float32."""
     return float_of(np.uint32(pair & np.uint32(0xFFFF0000)))
-
-
-@device
-def pack(low, high):
-    """Two float32 rounded to bf16, the first in the low half."""
-    return np.uint32(np.uint32(bf16_bits(low)) | np.uint32(np.uint32(bf16_bits(high)) << np.uint32(16)))
 
 
 @device

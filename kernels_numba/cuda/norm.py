@@ -11,7 +11,7 @@ from numba import cuda
 
 from .compiler import kernel
 from .functions import ZERO, device, high_half, inverse_rms, low_half, pack, rounded, warp_sum
-from .scalar import add, fma, load4, mul, store4
+from .scalar import add, fma, let_next_start, load4, mul, store4, wait_for_earlier
 
 THREADS = 256
 WARPS = THREADS // 32
@@ -52,6 +52,8 @@ def norm_pair(pair, weight, scale):
 @kernel("u32* u32* f32 i32 u32*", threads=THREADS)
 def rms_norm(x, weight, eps, hidden, out):
     """out = r(w * r(x / rms(x))) of bf16 rows [rows, hidden]. Grid [rows], 256 threads."""
+    let_next_start()
+    wait_for_earlier()
     partial = cuda.shared.array(THREADS, np.float32)
     pieces = hidden >> 3
     first = np.int64(cuda.blockIdx.x) * pieces

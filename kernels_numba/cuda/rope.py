@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..batch import PAGE_ROWS
 from .compiler import kernel
 from .functions import device, high_half, inverse_rms, low_half, pack, rounded, warp_sum
-from .scalar import add, fma, mul, shuffle_xor, sub
+from .scalar import add, fma, let_next_start, mul, shuffle_xor, sub, wait_for_earlier
 
 HEAD = 64
 HALF = HEAD // 2
@@ -68,6 +68,8 @@ def attention_inputs(
     bf16 in pairs: qkv [rows, (heads + 2 kv_heads) * 64]; cos, sin [positions, 32]. Padding rows write nothing to the pool.
     Grid [rows, heads in blocks of 8]; a warp takes one head of one row.
     """
+    let_next_start()
+    wait_for_earlier()
     row = cuda.blockIdx.x
     lane = cuda.threadIdx.x & 31
     head = cuda.blockIdx.y * WARPS + (cuda.threadIdx.x >> 5)

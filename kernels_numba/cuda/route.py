@@ -12,7 +12,7 @@ from numba import cuda
 from .compiler import kernel
 from .functions import ZERO, device, high_half, low_half, pack, rounded, sigmoid
 from .norm import norm_pair, row_scale, square_sum
-from .scalar import SIMULATED, add, div, load4, mul, store4
+from .scalar import SIMULATED, add, div, let_next_start, load4, mul, store4, wait_for_earlier
 from .unroll import registers, static, unrolled
 
 if not SIMULATED:
@@ -73,6 +73,8 @@ def score(logit, bias, has_bias, scores, choice, at, e):
 @kernel("f32* f32* i32 i32* i32* i32 i32 i32 i32 f32 i32* f32*", threads=256)
 def choose_experts(logits, bias, has_bias, row_segment, seg_slot, rows, experts, top_k, normalize, scaling, ids, weights):
     """`route` from given logits [rows, experts]. Grid [rows / 8], 256 threads."""
+    let_next_start()
+    wait_for_earlier()
     scores = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
     choice = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
     chosen = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.int32)
@@ -96,6 +98,8 @@ def route(x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts,
     chosen sigmoids, divided by their sum (+ 1e-6) if `normalize`, times `scaling`. Padding rows get id -1.
     Grid [rows / 8], 512 threads: warp w takes quarter w / 4 of k for experts 16 (w % 4) ... + 15.
     """
+    let_next_start()
+    wait_for_earlier()
     parts = cuda.shared.array((QUARTERS, MOST_EXPERTS, ROUTE_ROWS), np.float32)
     scores = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
     choice = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
@@ -162,6 +166,8 @@ def group_rows(ids, weights, rows, top_k, experts, starts, pair_row, pair_weight
 
     Padding rows are nobody's and get place -1. Grid [experts], 256 threads; a block counts what comes before its expert.
     """
+    let_next_start()
+    wait_for_earlier()
     counts = cuda.shared.array(GROUP_THREADS, np.int32)
     mine = cuda.shared.array(GROUP_THREADS, np.int32)
     thread, e = cuda.threadIdx.x, cuda.blockIdx.x
@@ -233,6 +239,8 @@ def expert_sum(y, place, residual, row, piece, pieces, top_k):
 @kernel("u32* i32* u32* i32 i32 u32*", threads=256)
 def combine_experts(y, place, residual, top_k, hidden, out):
     """out = residual + the row's weighted experts, bf16 [rows, hidden]. Grid [rows], 256 threads. `out` may be `residual`."""
+    let_next_start()
+    wait_for_earlier()
     row = cuda.blockIdx.x
     pieces = hidden >> 3
     for piece in range(cuda.threadIdx.x, pieces, 256):
@@ -243,6 +251,8 @@ def combine_experts(y, place, residual, top_k, hidden, out):
 @kernel("u32* i32* u32* i32 u32* f32 i32 u32* u32*", threads=256)
 def combine_experts_norm(y, place, residual, top_k, norm_weight, eps, hidden, out, normed):
     """`combine_experts`, and the RMSNorm of its result for the next layer. Grid [rows], 256 threads."""
+    let_next_start()
+    wait_for_earlier()
     partial = cuda.shared.array(256, np.float32)
     row = cuda.blockIdx.x
     pieces = hidden >> 3

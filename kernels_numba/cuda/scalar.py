@@ -153,6 +153,9 @@ def _simulated() -> dict[str, Any]:
         "bf16_bits": bf16_bits,
         "high_product": lambda a, b: np.uint64(int(a) * int(b) >> 64),
         "to_weight": lambda x: np.uint64(int(np.float64(x) * 2.0**40)),
+        "pack": lambda low, high: u32(int(bf16_bits(low)) | int(bf16_bits(high)) << 16),
+        "let_next_start": lambda: None,
+        "wait_for_earlier": lambda: None,
         "shuffle_xor": shuffle_xor,
         "load4": load4,
         "store4": store4,
@@ -171,9 +174,14 @@ larger = instruction("max.f32 $0, $1, $2;", "ff", "f")  # [9.7.3.12] a number ra
 exp2_approx = instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f")  # [9.7.3.20] 2 units in the last place
 log2_approx = instruction("lg2.approx.f32 $0, $1;", "f", "f")  # [9.7.3.19]
 bf16_bits = instruction("cvt.rn.bf16.f32 $0, $1;", "f", "h")  # [9.7.9.22]
+pack = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "ff", "r")  # [9.7.9.22] the first in the low half
 high_product = instruction("mul.hi.u64 $0, $1, $2;", "ll", "l")  # [9.7.1.3]
 to_weight = instruction("{ .reg .f64 d; cvt.f64.f32 d, $1; mul.rn.f64 d, d, 0d4270000000000000; cvt.rzi.u64.f64 $0, d; }", "f", "l")
 shuffle_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "fi", "f", memory=True)  # [9.7.9.6]
+# Programmatic dependent launch [9.7.13.12-13]: the next kernel may begin; wait for the end of the one before. A kernel that
+# may be launched that way waits before it touches what others write or read.
+let_next_start = instruction("griddepcontrol.launch_dependents;", "", memory=True)
+wait_for_earlier = instruction("griddepcontrol.wait;", "", memory=True)
 load4, store4 = _load4, _store4
 
 if SIMULATED:

@@ -27,6 +27,8 @@ load_tiles_transposed = instruction(
 )
 # 16 bytes from global to shared memory, in the background, past L1 [9.7.9.25.3]
 copy_async = instruction("cp.async.cg.shared.global [$0], [$1], 16;", "rl", memory=True)
+# the same, or 16 zeros where the size is 0
+copy_async_or_zero = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", "rlr", memory=True)
 copies_end_group = instruction("cp.async.commit_group;", "", memory=True)
 copies_wait_all = instruction("cp.async.wait_group 0;", "", memory=True)
 copies_wait_but_1 = instruction("cp.async.wait_group 1;", "", memory=True)

@@ -24,16 +24,17 @@ from lfm2serve.runtime import Runtime, new_seed
 from lfm2serve.server.errors import HANDLERS, BodyTooLarge, UnsupportedMediaType, body_of
 from lfm2serve.server.group import SHUTTING_DOWN, Bridge, ReplyGroup
 from lfm2serve.server.metrics import ServerMetrics
-from lfm2serve.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from lfm2serve.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
 from lfm2serve.server.responses import ChatShape, CompletionShape, Shape
 from lfm2serve.server.streaming import EventStream, unless_disconnected
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20
-LONG_BODY = 4096  # bytes; tokenising more than this could be felt by the other clients, so it gets a thread
+LONG_BODY = 4096  # bytes; parsing and tokenising more could be felt by the other clients, so that gets a thread
 
 T = TypeVar("T")
+R = TypeVar("R", bound=Strict)
 
 
 class ServerState:
@@ -80,23 +81,29 @@ async def read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def read_object(request: Request) -> tuple[dict[str, Any], bool]:
-    """The body's JSON object, and whether it is a long one."""
+async def maybe_in_thread(long: bool, work: Callable[[], T]) -> T:
+    return await to_thread.run_sync(work) if long else work()
+
+
+async def read(request: Request, kind: type[R]) -> tuple[R, bool]:
+    """The checked request in a JSON body, and whether it is a long one."""
     body = await read_body(request)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise UnsupportedMediaType(f"content-type {media_type or 'missing'!r}: must be application/json")
+    long = len(body) > LONG_BODY
+    return await maybe_in_thread(long, lambda: kind.parse(json_object(body))), long
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """A JSON object; InvalidRequest for anything else, NaN and lone surrogates included."""
     try:
         value = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest("the body must be a JSON object")
-    return value, len(body) > LONG_BODY
-
-
-async def maybe_in_thread(long: bool, work: Callable[[], T]) -> T:
-    return await to_thread.run_sync(work) if long else work()
+    return value
 
 
 class Answer(Response):
@@ -168,19 +175,16 @@ class Answer(Response):
 
 
 async def chat_completions(request: Request) -> Response:
-    body, long = await read_object(request)
-    return Answer(state_of(request), ChatRequest.parse(body), long)
+    return Answer(state_of(request), *await read(request, ChatRequest))
 
 
 async def completions(request: Request) -> Response:
-    body, long = await read_object(request)
-    return Answer(state_of(request), CompletionRequest.parse(body), long)
+    return Answer(state_of(request), *await read(request, CompletionRequest))
 
 
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
-    body, long = await read_object(request)
-    asked = TokenizeRequest.parse(body)
+    asked, long = await read(request, TokenizeRequest)
     ids = await maybe_in_thread(long, lambda: asked.token_ids(state.runtime))
     texts = [state.runtime.tokenizer.token_text(token) for token in ids] if asked.return_token_strs else None
     context = state.runtime.engine.context
@@ -189,13 +193,10 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     tokenizer = state_of(request).runtime.tokenizer
-    body, long = await read_object(request)
-    asked = DetokenizeRequest.parse(body)
+    asked, long = await read(request, DetokenizeRequest)
     for place, token in enumerate(asked.tokens):
         if not 0 <= token < tokenizer.size:
-            raise InvalidRequest(
-                f"tokens[{place}]={token}: the vocabulary has {tokenizer.size} entries", param="tokens"
-            )
+            raise InvalidRequest(f"tokens[{place}]={token}: not one of {tokenizer.size} entries", param="tokens")
     text = await maybe_in_thread(long, lambda: tokenizer.decode(asked.tokens, skip_special_tokens=False))
     return JSONResponse({"prompt": text})
 

@@ -86,17 +86,25 @@ def _refuse_tools(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-class _Strict(BaseModel):
-    """No "1" for 1, no true for 1, no unknown names."""
+class Strict(BaseModel):
+    """No "1" for 1, no true for 1, no unknown names; null is absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> Self:
+        """The checked request; every complaint is an InvalidRequest that names the field."""
+        try:
+            return cls.model_validate({name: value for name, value in body.items() if value is not None})
+        except ValidationError as error:
+            raise from_validation(error) from None
 
-class StreamOptions(_Strict):
+
+class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
-class _Generation(_Strict):
+class _Generation(Strict):
     """What a chat and a completion share. Names are those of SamplingParams wherever they mean the same."""
 
     inert: ClassVar[dict[str, tuple[Any, ...]]] = INERT
@@ -128,11 +136,7 @@ class _Generation(_Strict):
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
-        """The checked request; every complaint is an InvalidRequest that names the field."""
-        try:
-            return cls.model_validate(screen(body, frozenset(cls.model_fields), cls.inert))
-        except ValidationError as error:
-            raise from_validation(error) from None
+        return super().parse(screen(body, frozenset(cls.model_fields), cls.inert))
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -285,7 +289,7 @@ def chat_ids(
     return runtime.encode_chat(messages, add_generation_prompt=add_generation_prompt, **switches)
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """POST /tokenize: a raw prompt, or messages."""
 
     model: str | None = None
@@ -295,13 +299,6 @@ class TokenizeRequest(_Strict):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] = {}
-
-    @classmethod
-    def parse(cls, body: dict[str, Any]) -> Self:
-        try:
-            return cls.model_validate({name: value for name, value in body.items() if value is not None})
-        except ValidationError as error:
-            raise from_validation(error) from None
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
@@ -318,15 +315,8 @@ class TokenizeRequest(_Strict):
         return runtime.encode_prompt(self.prompt, add_special_tokens=self.add_special_tokens is not False)
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """POST /detokenize."""
 
     model: str | None = None
     tokens: list[int]
-
-    @classmethod
-    def parse(cls, body: dict[str, Any]) -> Self:
-        try:
-            return cls.model_validate(body)
-        except ValidationError as error:
-            raise from_validation(error) from None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from lfm2serve.chat.detokenize import Detokenizer
 from lfm2serve.chat.tokenizer import Tokenizer
@@ -36,7 +37,14 @@ def top_of(step: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
     return [(i, step[i]) for _, i in ranked]
 
 
-def prompt_logprobs(steps: Sequence[Step], asked: int, ids: Sequence[int]) -> list[dict[str, Any] | None]:
+def prompt_steps(reply: Reply) -> list[tuple[int, Step]]:
+    """Each prompt token with its log-probabilities; the first one has none."""
+    steps = reply.builder.prompt_logprobs
+    assert steps is not None, "the engine gives them before the first token"
+    return list(zip(reply.prompt.token_ids, steps, strict=True))
+
+
+def prompt_logprobs(reply: Reply, asked: int) -> list[dict[str, Any] | None]:
     """vLLM's prompt_logprobs: for each prompt token (null for the first) token id -> log-probability, rank and text."""
     return [
         None
@@ -45,22 +53,12 @@ def prompt_logprobs(steps: Sequence[Step], asked: int, ids: Sequence[int]) -> li
             str(i): {"logprob": p.logprob, "rank": p.rank, "decoded_token": p.decoded_token}
             for i, p in [(token, step[token]), *top_of(step, asked)]
         }
-        for token, step in zip(ids, steps, strict=True)
+        for token, step in prompt_steps(reply)
     ]
 
 
-class Shape(Protocol):
-    """How one endpoint writes its replies."""
-
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
-
-    def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]: ...
-
-    def usage_chunk(self, replies: Sequence[Reply]) -> dict[str, Any]: ...
-
-
-class _Shape:
-    """Id, time and model of a response; every chunk of a stream carries the same ones."""
+class Shape(ABC):
+    """How one endpoint writes its replies. Every chunk of a stream carries the same id, time, model and seed."""
 
     whole_object: str
     chunk_object: str
@@ -68,21 +66,32 @@ class _Shape:
 
     def __init__(self, request: ChatRequest | CompletionRequest, tokenizer: Tokenizer, model: str, seed: int) -> None:
         self._tokenizer = tokenizer
-        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._seed = seed
+        self._head = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+            "seed": seed,
+        }
         self._begun: set[int] = set()
         self._null_usage = {"usage": None} if request.include_usage else {}
 
-    def _whole(self, choices: list[dict[str, Any]], replies: Sequence[Reply]) -> dict[str, Any]:
-        head = {"object": self.whole_object, **self._head, "seed": self._seed}
-        return {**head, "choices": choices, "usage": usage(replies)}
+    @abstractmethod
+    def choice(self, reply: Reply) -> dict[str, Any]:
+        """A finished reply."""
+
+    @abstractmethod
+    def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]:
+        """The chunks that tell what a reply gained: none where there is nothing to tell."""
+
+    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        choices = [self.choice(reply) for reply in replies]
+        return {"object": self.whole_object, **self._head, "choices": choices, "usage": usage(replies)}
+
+    def usage_chunk(self, replies: Sequence[Reply]) -> dict[str, Any]:
+        return {"object": self.chunk_object, **self._head, "choices": [], "usage": usage(replies)}
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"object": self.chunk_object, **self._head, "choices": [choice], **more, **self._null_usage}
-
-    def usage_chunk(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        head = {"object": self.chunk_object, **self._head, "seed": self._seed}
-        return {**head, "choices": [], "usage": usage(replies)}
 
     def _begins(self, reply: Reply) -> bool:
         first = reply.index not in self._begun
@@ -90,7 +99,7 @@ class _Shape:
         return first
 
 
-class ChatShape(_Shape):
+class ChatShape(Shape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
@@ -100,16 +109,14 @@ class ChatShape(_Shape):
         self._request = request
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        body = self._whole([self._choice(reply) for reply in replies], replies)
-        ids = replies[0].prompt.token_ids
+        body = super().whole(replies)
         if self._request.prompt_logprobs is not None:
-            steps = replies[0].builder.prompt_logprobs or []
-            body["prompt_logprobs"] = prompt_logprobs(steps, self._request.prompt_logprobs, ids)
+            body["prompt_logprobs"] = prompt_logprobs(replies[0], self._request.prompt_logprobs)
         if self._request.return_token_ids:
-            body["prompt_token_ids"] = ids
+            body["prompt_token_ids"] = replies[0].prompt.token_ids
         return body
 
-    def _choice(self, reply: Reply) -> dict[str, Any]:
+    def choice(self, reply: Reply) -> dict[str, Any]:
         built = reply.builder
         choice = {
             "index": reply.index,
@@ -161,7 +168,7 @@ class ChatShape(_Shape):
         }
 
 
-class CompletionShape(_Shape):
+class CompletionShape(Shape):
     whole_object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl"
@@ -172,17 +179,12 @@ class CompletionShape(_Shape):
         self._skip_special = request.skip_special_tokens is not False
         self._places: dict[int, _Places] = {}
 
-    def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        return self._whole([self._choice(reply) for reply in replies], replies)
-
-    def _choice(self, reply: Reply) -> dict[str, Any]:
+    def choice(self, reply: Reply) -> dict[str, Any]:
         built = reply.builder
         whole = ReplyDelta(built.text, built.token_ids, built.logprobs, built.finish_reason, built.stop_reason)
         choice = self._piece(reply, whole, first=True)
         if self._request.prompt_logprobs is not None:
-            steps = built.prompt_logprobs or []
-            ids = reply.prompt.token_ids
-            choice["prompt_logprobs"] = prompt_logprobs(steps, self._request.prompt_logprobs, ids)
+            choice["prompt_logprobs"] = prompt_logprobs(reply, self._request.prompt_logprobs)
         return choice
 
     def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]:
@@ -215,31 +217,26 @@ class CompletionShape(_Shape):
     def _logprobs(self, reply: Reply, delta: ReplyDelta, echo: bool) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
-        ids: list[int] = []
-        steps: list[Step] = []
+        pairs: list[tuple[int, Step]] = []
         offsets: list[int] = []
         if echo:
-            ids += reply.prompt.token_ids
-            steps += reply.builder.prompt_logprobs or []
+            pairs += prompt_steps(reply)
             offsets += self._prompt_offsets(reply)
         if delta.logprobs is not None:
-            places = self._places.get(reply.index)
-            if places is None:
-                start = len(self._echo(reply)) if self._request.echo else 0
-                places = self._places[reply.index] = _Places(self._tokenizer, self._skip_special, start)
-            ids += delta.token_ids
-            steps += delta.logprobs
-            offsets += places.of(delta.token_ids)
+            pairs += zip(delta.token_ids, delta.logprobs, strict=True)
+            offsets += self._places_of(reply).of(delta.token_ids)
         return {
-            "tokens": [self._tokenizer.token_text(token) for token in ids],
-            "token_logprobs": [
-                None if step is None else step[token].logprob for token, step in zip(ids, steps, strict=True)
-            ],
-            "top_logprobs": [
-                None if step is None else self._top(token, step) for token, step in zip(ids, steps, strict=True)
-            ],
+            "tokens": [self._tokenizer.token_text(token) for token, _ in pairs],
+            "token_logprobs": [None if step is None else step[token].logprob for token, step in pairs],
+            "top_logprobs": [None if step is None else self._top(token, step) for token, step in pairs],
             "text_offset": offsets,
         }
+
+    def _places_of(self, reply: Reply) -> _Places:
+        if reply.index not in self._places:
+            start = len(self._echo(reply)) if self._request.echo else 0
+            self._places[reply.index] = _Places(self._tokenizer, self._skip_special, start)
+        return self._places[reply.index]
 
     def _prompt_offsets(self, reply: Reply) -> list[int]:
         """Where each prompt token begins in the echo. Control strings that were typed have their width, the begin

@@ -1,0 +1,306 @@
+"""Products with many rows on Hopper: wgmma from a ring of shared memory, dense or grouped over experts.
+
+Tiles of 128 rows by COLUMNS outputs. One producer warp fetches rows of activations by cp.async (through a list of row
+numbers where there is one: no gathered copy is made) and weights by bulk copies; two warpgroups of consumers take 64
+rows each. Blocks stay and take every gridDim-th tile; with experts the tiles come from the offsets on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from .compiler import HOPPER, Kernel, kernel
+from .functions import pack
+from .products import LOGITS, RESIDUAL, SCALED, SWIGLU, TABLE_BYTES, add_pair, find_expert, group_table, output_address
+from .products import row_weight, scale_pair, swiglu_pair, table_groups, table_start
+from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait, bulk_copy
+from .ptx import cp_async_16, cp_async_commit, cp_async_wait, dependency_wait, dependents_start, divide, load_128
+from .ptx import load_fresh, shared_address, shared_load, shared_store, shuffle_xor_32, store_128, wgmma
+from .ptx import wgmma_commit, wgmma_fence, wgmma_wait_0, wgmma_wait_1, zeros
+from .scalar import device
+from .unroll import registers, static, unrolled
+
+ROWS = 128
+THREADS = 288
+PANEL = 16
+"""Row tiles that share one pass over the weights."""
+LAG = 2
+"""Stages between asking for activations and passing them on."""
+A_BYTES = ROWS * 128
+HEAD = 128 + TABLE_BYTES + 512 + 368  # barriers, group table, row offsets, and what aligns the ring
+SHARED = {256: 4, 128: 6, 64: 8}
+"""Stages by columns of a tile."""
+
+u32, i32, u64 = np.uint32, np.int32, np.uint64
+
+
+@device
+def transpose_quad(a, b, c, d, lane):
+    """Lane q of each four gives four words and gets word q of each of the four, in lane order."""
+    odd = (lane & i32(1)) != i32(0)
+    p = shuffle_xor_32(a if odd else b, i32(1))
+    q = shuffle_xor_32(c if odd else d, i32(1))
+    a, b = (p, b) if odd else (a, p)
+    c, d = (q, d) if odd else (c, q)
+    upper = (lane & i32(2)) != i32(0)
+    p = shuffle_xor_32(a if upper else c, i32(2))
+    q = shuffle_xor_32(b if upper else d, i32(2))
+    a, c = (p, c) if upper else (a, p)
+    b, d = (q, d) if upper else (b, q)
+    return a, b, c, d
+
+
+@device
+def finish_four(out, out_row, columns, mode, extra, row, last, column, a, b, c, d, weight):
+    """Epilogue of 8 outputs of a row at a column that is a multiple of 8, as four bf16 pairs."""
+    if row < last and column < columns:
+        if mode == RESIDUAL:
+            e = load_128(output_address(extra, out_row, row, column, 2))
+            a, b, c, d = add_pair(a, e[0]), add_pair(b, e[1]), add_pair(c, e[2]), add_pair(d, e[3])
+        elif mode == SCALED:
+            a, b, c, d = scale_pair(a, weight), scale_pair(b, weight), scale_pair(c, weight), scale_pair(d, weight)
+        if mode == LOGITS:
+            at = output_address(out, out_row, row, column, 4)
+            high = u32(0xFFFF0000)
+            store_128(at, u32(a << u32(16)), u32(a & high), u32(b << u32(16)), u32(b & high))
+            store_128(u64(at + u64(16)), u32(c << u32(16)), u32(c & high), u32(d << u32(16)), u32(d & high))
+        else:
+            store_128(output_address(out, out_row, row, column, 2), a, b, c, d)
+
+
+@device
+def tile_place(number, tiles_m, tiles_n):
+    """Row tile and column tile of tile `number` of one group: row tiles first, in panels, so that weights are shared."""
+    panel = i32(divide(u32(number), u32(tiles_n * i32(PANEL))))
+    rest = i32(number - i32(panel * i32(tiles_n * i32(PANEL))))
+    height = min(i32(PANEL), i32(tiles_m - i32(panel * i32(PANEL))))
+    column = i32(divide(u32(rest), u32(height)))
+    return i32(i32(panel * i32(PANEL)) + i32(rest - i32(column * height))), column
+
+
+def _epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane):
+    """Stores a warp's part of a tile: acc is 16 rows by COLUMNS outputs, `unit` its first unit of weights."""
+    quarter = i32(lane & i32(3))
+    for h in static(2):
+        at = i32(row + i32(h * 8))
+        weight = np.float32(0.0)
+        if mode == SCALED and at < last:
+            weight = row_weight(extra, at)
+        if mode == SWIGLU:
+            for g in static(COLUMNS // 64):
+                w = registers(4, u32(0))
+                for i in static(4):
+                    j = 8 * g + 2 * i
+                    gate = pack(acc[4 * (8 * g + 2 * i) + 2 * h], acc[4 * (8 * g + 2 * i) + 2 * h + 1])
+                    up = pack(acc[4 * (8 * g + 2 * i + 1) + 2 * h], acc[4 * (8 * g + 2 * i + 1) + 2 * h + 1])
+                    w[i] = swiglu_pair(gate, up)
+                a, b, c, d = transpose_quad(w[0], w[1], w[2], w[3], lane)
+                column = i32(i32(unit + i32(4 * g) + quarter) * i32(8))
+                finish_four(out, out_row, columns, mode, extra, at, last, column, a, b, c, d, weight)
+        else:
+            for g in static(COLUMNS // 32):
+                w = registers(4, u32(0))
+                for i in static(4):
+                    w[i] = pack(acc[4 * (4 * g + i) + 2 * h], acc[4 * (4 * g + i) + 2 * h + 1])
+                a, b, c, d = transpose_quad(w[0], w[1], w[2], w[3], lane)
+                column = i32(i32(unit * i32(16)) + i32(i32(i32(4 * g) + quarter) * i32(8)))
+                finish_four(out, out_row, columns, mode, extra, at, last, column, a, b, c, d, weight)
+
+
+def _gemm(
+    x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather, first_wait
+):  # fmt: skip
+    base = u32(u32(shared_address(cuda.shared.array(0, np.uint8)) + u32(1023)) & u32(0xFFFFFC00))
+    tid = i32(cuda.threadIdx.x)
+    lane = i32(tid & i32(31))
+    warp = i32(tid >> i32(5))
+    table = u32(base + u32(128))
+    offsets = u32(table + u32(TABLE_BYTES))
+    ring = u32(base + u32(HEAD))
+    if tid == i32(0):
+        for s in range(STAGES):
+            barrier_init(u32(base + u32(s) * u32(16)), u32(2))  # the weights' bytes and the activations
+            barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(8))
+        barrier_init_fence()
+        async_fence()
+    dependency_wait()
+    dependents_start()
+    tiles_n = i32(i32(units + i32(COLUMNS // 16 - 1)) // i32(COLUMNS // 16))
+    tiles_m = i32(i32(rows + i32(127)) >> i32(7))
+    if start != u64(0):
+        if warp == i32(0):
+            group_table(start, experts, i32(7), table, lane)
+        cuda.syncthreads()
+        tiles_m = table_groups(table, experts)
+    else:
+        cuda.syncthreads()
+    total = i32(tiles_m * tiles_n)
+    blocks_k = i32(depth >> i32(6))
+    unit_bytes = i32(blocks_k * i32(2048))
+    number = i32(cuda.blockIdx.x)
+    slot = i32(0)
+    if warp < i32(8):
+        parity = u32(0)
+        layout = u64(u64(u64(1) << u64(62)) | u64(u64(64) << u64(32)) | u64(u64(1) << u64(16)))
+        group = i32(warp >> i32(2))
+        while number < total:
+            # where the tile lies
+            expert = i32(0)
+            local = number
+            height = tiles_m
+            first = i32(0)
+            last = rows
+            if start != u64(0):
+                expert = find_expert(table, experts, number, tiles_n)
+                before = table_groups(table, expert)
+                local = i32(number - i32(before * tiles_n))
+                height = i32(table_groups(table, i32(expert + i32(1))) - before)
+                first = table_start(table, expert)
+                last = table_start(table, i32(expert + i32(1)))
+            tile_m, tile_n = tile_place(local, height, tiles_n)
+            acc = zero()
+            freed = u32(0)
+            for k in range(blocks_k):
+                barrier_wait(u32(base + u32(slot) * u32(16)), parity)
+                stage = u32(ring + u32(slot) * u32(STAGE_BYTES))
+                a = u64(layout | u64(u32(u32(stage + u32(group) * u32(8192)) >> u32(4))))
+                b = u64(layout | u64(u32(u32(stage + u32(A_BYTES)) >> u32(4))))
+                wgmma_fence()
+                acc = multiply(acc, a, b)
+                acc = multiply(acc, u64(a + u64(2)), u64(b + u64(2)))
+                acc = multiply(acc, u64(a + u64(4)), u64(b + u64(4)))
+                acc = multiply(acc, u64(a + u64(6)), u64(b + u64(6)))
+                wgmma_commit()
+                wgmma_wait_1()
+                if k > 0 and lane == i32(0):
+                    barrier_arrive(freed)
+                freed = u32(base + u32(slot) * u32(16) + u32(8))
+                slot = i32(slot + i32(1))
+                if slot == i32(STAGES):
+                    slot = i32(0)
+                    parity = u32(parity ^ u32(1))
+            wgmma_wait_0()
+            if lane == i32(0):
+                barrier_arrive(freed)
+            row = i32(first + i32(tile_m * i32(ROWS)) + i32(warp * i32(16)) + i32(lane >> i32(2)))
+            epilogue(acc, out, out_row, columns, mode, extra, row, last, i32(tile_n * i32(COLUMNS // 16)), lane)
+            number = i32(number + i32(cuda.gridDim.x))
+    else:
+        parity = u32(1)
+        issued = i32(0)  # stages asked for, over all tiles
+        lagging = i32(0)  # slot of the oldest stage whose activations are not passed on
+        row_in_eight = i32(lane >> i32(3))
+        piece = i32(lane & i32(7))
+        # rows 4 i + row_in_eight of the tile: even and odd i differ in the swizzle only
+        even = u32(u32(row_in_eight) * u32(128) + u32(i32(piece ^ row_in_eight)) * u32(16))
+        odd = u32(u32(row_in_eight) * u32(128) + u32(i32(piece ^ i32(row_in_eight + i32(4)))) * u32(16) + u32(512))
+        while number < total:
+            expert = i32(0)
+            local = number
+            height = tiles_m
+            first = i32(0)
+            last = rows
+            if start != u64(0):
+                expert = find_expert(table, experts, number, tiles_n)
+                before = table_groups(table, expert)
+                local = i32(number - i32(before * tiles_n))
+                height = i32(table_groups(table, i32(expert + i32(1))) - before)
+                first = table_start(table, expert)
+                last = table_start(table, i32(expert + i32(1)))
+            tile_m, tile_n = tile_place(local, height, tiles_n)
+            cuda.syncwarp()
+            for i in static(4):  # rows past the end repeat the last one; their results are not stored
+                row = min(i32(first + i32(tile_m * i32(ROWS)) + i32(lane + i32(32 * i))), i32(last - i32(1)))
+                if gather != u64(0):
+                    row = load_fresh(u64(gather + u64(row) * u64(4)))
+                offset = u64(u64(row) * u64(x_row))
+                shared_store(u32(offsets + u32(lane + i32(32 * i)) * u32(4)), i32(u32(offset >> u64(4))))
+            cuda.syncwarp()
+            taken = min(i32(COLUMNS // 16), i32(units - i32(tile_n * i32(COLUMNS // 16))))
+            source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(i32(tile_n * i32(COLUMNS // 16)) + lane)) * u64(unit_bytes))
+            x_piece = u64(x + u64(piece * i32(16)))
+            for k in range(blocks_k):
+                full = u32(base + u32(slot) * u32(16))
+                barrier_wait(u32(full + u32(8)), parity)
+                stage = u32(ring + u32(slot) * u32(STAGE_BYTES))
+                if lane == i32(0):
+                    barrier_expect(full, u32(u32(taken) * u32(2048)))
+                cuda.syncwarp()
+                if lane < taken:
+                    bulk_copy(u32(stage + u32(A_BYTES) + u32(lane) * u32(2048)), source, u32(2048), full)
+                source = u64(source + u64(2048))
+                for i in static(32):
+                    at = shared_load(u32(offsets + u32(row_in_eight) * u32(4) + u32(16 * i)))
+                    address = u64(x_piece + u64(u64(u32(at)) << u64(4)))
+                    if i % 2 == 0:
+                        cp_async_16(u32(stage + even + u32(512 * i)), address)
+                    else:
+                        cp_async_16(u32(stage + odd + u32(512 * (i - 1))), address)
+                x_piece = u64(x_piece + u64(128))
+                cp_async_commit()
+                issued = i32(issued + i32(1))
+                if issued > i32(LAG):
+                    landed()
+                    async_fence()
+                    cuda.syncwarp()
+                    if lane == i32(0):
+                        barrier_arrive(u32(base + u32(lagging) * u32(16)))
+                    lagging = i32(lagging + i32(1))
+                    if lagging == i32(STAGES):
+                        lagging = i32(0)
+                slot = i32(slot + i32(1))
+                if slot == i32(STAGES):
+                    slot = i32(0)
+                    parity = u32(parity ^ u32(1))
+            number = i32(number + i32(cuda.gridDim.x))
+        all_landed()
+        async_fence()
+        cuda.syncwarp()
+        while lagging != slot:
+            if lane == i32(0):
+                barrier_arrive(u32(base + u32(lagging) * u32(16)))
+            lagging = i32(lagging + i32(1))
+            if lagging == i32(STAGES):
+                lagging = i32(0)
+
+
+ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64 i32"
+
+
+def stage_bytes(columns: int) -> int:
+    return A_BYTES + columns * 128
+
+
+def shared_bytes(columns: int) -> int:
+    return 1024 + HEAD + SHARED[columns] * stage_bytes(columns)
+
+
+def _make(columns: int) -> Kernel:
+    known: dict[str, Any] = {
+        "COLUMNS": columns, "STAGES": SHARED[columns], "STAGE_BYTES": stage_bytes(columns), "ROWS": ROWS, "LAG": LAG,
+        "A_BYTES": A_BYTES,
+    }  # fmt: skip
+    function = unrolled(_gemm, **known)
+    # a namespace of its own, for the intrinsics of this width
+    scope = dict(
+        function.__globals__,
+        multiply=wgmma(columns),
+        zero=zeros(columns // 2),
+        epilogue=device(unrolled(_epilogue, COLUMNS=columns)),
+        landed=cp_async_wait(LAG),
+        all_landed=cp_async_wait(0),
+    )
+    bound = type(function)(function.__code__, scope, function.__name__)
+    register = kernel(
+        ARGUMENTS, threads=THREADS, dynamic_shared=shared_bytes(columns), architectures=HOPPER, name=f"wgmma_product_{columns}"
+    )
+    return register(bound)
+
+
+WGMMA_PRODUCTS = {columns: _make(columns) for columns in SHARED}
+"""By the columns of a tile."""
+
+__all__ = ["ROWS", "THREADS", "WGMMA_PRODUCTS", "registers", "shared_bytes", "static"]
