@@ -70,6 +70,10 @@ class SampleRows(NamedTuple):
     ban_start: NDArray[np.int32]
     """[n + 1], row i's banned ids are entries ban_start[i]:ban_start[i + 1]"""
     ban_id: NDArray[np.int32]
+    ahead_start: NDArray[np.int32]
+    """[n + 1], row i's draft tokens before it are entries ahead_start[i]:ahead_start[i + 1]; penalties take them as
+    drawn"""
+    ahead_id: NDArray[np.int32]
     vocab: int
     """ids from here on are never drawn and take no part in log-probabilities"""
     top_n: NDArray[np.int32]

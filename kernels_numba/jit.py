@@ -2,8 +2,8 @@
 
 Numba keys its on-disk cache on the file that defines a function. A kernel here is built from several files, so the
 stamp of its cache entry is a digest of every source file of its folder and of this one (and of llvmlite's version;
-numba's version and the CPU are already part of numba's key). Entries live where numba puts them: NUMBA_CACHE_DIR if set, else the
-package's `__pycache__`, else the user's cache directory.
+numba's version and the CPU are already part of numba's key). Entries live where numba puts them: NUMBA_CACHE_DIR if
+set, else the folder's `__pycache__`, else the user's cache directory.
 """
 
 from __future__ import annotations
@@ -60,15 +60,11 @@ def device(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS)(function)
 
 
-def kernel(*, parallel: bool) -> Callable[[Callable[..., Any]], Any]:
+def kernel(function: Callable[..., Any]) -> Any:
     """Compile a function that Python calls, one specialisation per set of argument types, cached on disk."""
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(parallel=parallel, **_OPTIONS)(function)
-        try:
-            dispatcher._cache = _PackageCache(function)
-        except RuntimeError as error:  # numba's answer when no cache directory is writable
-            _log.warning("compiled kernels are not kept: %s", error)
-        return dispatcher
-
-    return decorate
+    dispatcher = numba.njit(**_OPTIONS)(function)
+    try:
+        dispatcher._cache = _PackageCache(function)
+    except RuntimeError as error:  # numba's answer when no cache directory is writable
+        _log.warning("compiled kernels are not kept: %s", error)
+    return dispatcher

@@ -97,7 +97,9 @@ def serve(
     model: ModelArgument,
     *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name in /v1/models.", show_default="MODEL")
     ] = None,

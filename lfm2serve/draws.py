@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 import numpy as np
 
 from kernels_numba.batch import SampleRows
 from lfm2serve.stream import Stream
+
+Draw = tuple[Stream, Sequence[int]]  # a stream, and the draft tokens that stand before the token to draw
 
 
 class DrawTable:
@@ -50,11 +52,12 @@ class DrawTable:
         if stream.params.penalised:
             self._output_count[stream.slot, token] += 1
 
-    def rows(self, streams: Sequence[Stream]) -> SampleRows:
-        """The kernel's view of one draw for each stream, at the position that its next token will have."""
-        slots = np.array([stream.slot for stream in streams], np.int32)
-        bias = [stream.params.logit_bias or {} for stream in streams]
-        bans = [stream.bans() for stream in streams]
+    def rows(self, draws: Sequence[Draw]) -> SampleRows:
+        """The kernel's view of the draws, each at the position that its token will have."""
+        slots = np.array([stream.slot for stream, _ in draws], np.int32)
+        bias = [stream.params.logit_bias or {} for stream, _ in draws]
+        bans = [stream.bans(len(ahead)) for stream, ahead in draws]
+        penalised = [ahead if stream.params.penalised else () for stream, ahead in draws]
         return SampleRows(
             temperature=self._temperature[slots],
             top_k=self._top_k[slots],
@@ -65,7 +68,7 @@ class DrawTable:
             frequency=self._frequency[slots],
             seed=self._seed[slots],
             choice=self._choice[slots],
-            position=np.array([len(stream.tokens) for stream in streams], np.uint32),
+            position=np.array([len(stream.tokens) + len(ahead) for stream, ahead in draws], np.uint32),
             slot=slots,
             prompt_seen=self._prompt_seen,
             output_count=self._output_count,
@@ -74,13 +77,15 @@ class DrawTable:
             bias_value=np.array([value for row in bias for value in row.values()], np.float32),
             ban_start=_starts(bans),
             ban_id=np.array([token for row in bans for token in row], np.int32),
+            ahead_start=_starts(penalised),
+            ahead_id=np.array([token for row in penalised for token in row], np.int32),
             vocab=self.vocab,
             top_n=self._top_n[slots],
         )
 
 
-def _starts(rows: Sequence[Sequence[int] | dict[int, float]]) -> np.ndarray:
+def _starts(rows: Sequence[Sized]) -> np.ndarray:
     starts = np.zeros(len(rows) + 1, np.int32)
-    if any(rows):
+    if any(map(len, rows)):
         np.cumsum([len(row) for row in rows], out=starts[1:])
     return starts

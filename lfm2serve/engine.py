@@ -1,7 +1,7 @@
 """The engine: one thread that admits, runs prompt steps and decode rounds, and hands tokens out.
 
 Each turn of its loop: take commands, admit, one prompt step, one decode round, deliver. Streams are only touched by
-that thread; `submit`, `cancel`, `census` and `stats` may be called from any.
+that thread; the methods of the first half may be called from any.
 """
 
 from __future__ import annotations
@@ -11,50 +11,29 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from copy import deepcopy
+from functools import partial
 
-import numpy as np
-
+from lfm2serve.counters import CacheStats, EngineCounters, EngineStats
+from lfm2serve.drafting import RoundCosts
 from lfm2serve.draws import DrawTable
 from lfm2serve.errors import ContextLengthExceeded, EngineDead, InvalidRequest, Lfm2Error, RequestTooLarge
+from lfm2serve.keeping import Keeper
+from lfm2serve.memory.marks import raw_marks
 from lfm2serve.memory.pages import SLACK_ROWS, Census, PagePool
+from lfm2serve.memory.prompt_cache import Mark, PromptCache
 from lfm2serve.memory.states import StreamStates
-from lfm2serve.model import Array, Model
+from lfm2serve.model import Model
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import Chunk, Scheduler
+from lfm2serve.steps import Drawn, StepRunner
 from lfm2serve.stream import Sink, Stream, StreamEvent, TokenLogprobs
 
 log = logging.getLogger("lfm2serve.engine")
 
-SCORE_ROWS = 64  # prompt rows whose logits are held at once for their log-probabilities
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """What the engine has done since it started. host_s: time of decode rounds outside the backend's operations."""
-
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    prompt_steps: int = 0
-    decode_rounds: int = 0
-    decode_rows: int = 0
-    decode_s: float = 0.0
-    host_s: float = 0.0
-    failed_steps: int = 0
-    failed_streams: int = 0
-    census_errors: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Streams by state, pages, and the counters, at one moment."""
-
-    waiting: int
-    filling: int
-    running: int
-    census: Census
-    counters: EngineCounters = field(default_factory=EngineCounters)
+MAX_BACKGROUND = 16  # passes that wait; the oldest is given up
 
 
 class Engine:
@@ -78,11 +57,12 @@ class Engine:
         prompt_chunk: int | None = None,
         largest_chunk: int = 512,
         max_gap_ms: float = 50.0,
+        drafts: bool = True,
+        warm_pass: bool = True,
     ) -> None:
         self.context = context
         self.vocab = vocab
         self.fault: str | None = None
-        self._model = model
         self._states = states
         self._pool = pool
         self._eos = frozenset(eos_token_ids)
@@ -91,16 +71,20 @@ class Engine:
             pool, slots, prompt_chunk=prompt_chunk, largest_chunk=largest_chunk, max_gap_s=max_gap_ms / 1e3
         )
         self._draws = DrawTable(slots, model.head.shape[0], vocab)
+        self._steps = StepRunner(model, states, self._draws)
+        self._keeper = Keeper(PromptCache(states.snapshot_pages, states.shape.state_bytes), states)
+        self._costs = RoundCosts()
+        self._drafts = drafts
+        self._warm_pass = warm_pass
         self._counters = EngineCounters()
         self._streams: dict[int, Stream] = {}
         self._outbox: list[tuple[Stream, StreamEvent]] = []
-        self._commands: queue.SimpleQueue[Stream | int | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._ids = itertools.count(1)
         self._book = threading.Lock()  # guards the scheduler, the pool and _streams against readers on other threads
         self._open = 0
         self._closing = False
         self._settled = threading.Condition()
-        self._backend_s = 0.0
         self._thread = threading.Thread(target=self._run, name="lfm2serve-engine", daemon=True)
         self._thread.start()
 
@@ -111,12 +95,23 @@ class Engine:
         return self._thread.is_alive() and self.fault is None and not self._closing
 
     def submit(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, sink: Sink, *, seed: int, choice: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        sink: Sink,
+        *,
+        seed: int,
+        choice: int = 0,
+        marks: Sequence[tuple[int, Mark]] | None = None,
+        prompt_cache: bool = True,
+        draft: bool = True,
     ) -> int:
         """Queue one reply; its events go to `sink` on the engine's thread. Returns the stream's id.
 
-        InvalidRequest: a bad token id or an empty prompt. ContextLengthExceeded: longer than the context.
-        RequestTooLarge: needs more pages than the pool has. EngineDead: closed, or stopped by a fault.
+        marks: where a chat's prompt is worth keeping; after its reply the caller says `returned` or `forget`. None: a
+        raw prompt, kept a token before its end. prompt_cache False: neither resumes nor keeps. InvalidRequest: a bad
+        token id or an empty prompt. ContextLengthExceeded: longer than the context. RequestTooLarge: needs more pages
+        than the pool has. EngineDead: closed, or stopped by a fault.
         """
         max_tokens = self.check(prompt_token_ids, params)
         with self._settled:
@@ -125,14 +120,36 @@ class Engine:
             stream = Stream(
                 next(self._ids), prompt_token_ids, params, sink,
                 max_tokens=max_tokens, seed=seed, choice=choice, eos_token_ids=self._eos,
+                marks=raw_marks(len(prompt_token_ids)) if marks is None else marks,
+                keeps=prompt_cache and self._states.snapshot_pages > 0,
+                chat=marks is not None,
+                drafts=draft and self._drafts,
             )  # fmt: skip
             self._open += 1
-            self._commands.put(stream)
+            self._commands.put(partial(self._arrive, stream))
         return stream.id
 
     def cancel(self, stream_id: int) -> None:
         """End a stream soon with finish_reason "abort"; harmless when it has ended or never was."""
-        self._commands.put(stream_id)
+        self._commands.put(partial(self._cancel, stream_id))
+
+    def returned(self, stream_id: int, token_ids: Sequence[int]) -> None:
+        """Say how a chat goes on: the conversation with this stream's reply, as the client will send it back, without
+        a generation prompt. What the next turn resumes is kept, or prepared in the background."""
+        self._commands.put(partial(self._returned, stream_id, list(token_ids)))
+
+    def forget(self, stream_id: int) -> None:
+        """Say that nobody will send this stream's reply back."""
+        self._commands.put(partial(self._keeper.forget, stream_id))
+
+    def clear_prompt_cache(self) -> int:
+        """Drop every kept state that isn't in use; returns how many. EngineDead when the engine has stopped."""
+        done: Future[int] = Future()
+        with self._settled:
+            if not self.alive:
+                raise EngineDead(self._why_dead())
+            self._commands.put(lambda: done.set_result(self._keeper.clear()))
+        return done.result()
 
     def census(self) -> Census:
         with self._book:
@@ -142,7 +159,15 @@ class Engine:
         with self._book:
             s = self._scheduler
             counters = EngineCounters(**{name: getattr(self._counters, name) for name in EngineCounters.__slots__})
-            return EngineStats(len(s.waiting), len(s.filling), len(s.running), self._pool.census(), counters)
+            background = len(s.background) + (s.warming is not None)
+            streams = (len(s.waiting), len(s.filling), len(s.running), background)
+            return EngineStats(*streams, self._pool.census(), self._cache_stats(), counters)
+
+    def _cache_stats(self) -> CacheStats:
+        keeper = self._keeper
+        cache = keeper.cache
+        sizes = (len(cache.states), cache.held_bytes, cache.spare_bytes)
+        return CacheStats(*sizes, keeper.copies, keeper.copy_s, deepcopy(cache.counters))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait until every stream that was submitted has ended; False when that took longer than `timeout` s."""
@@ -155,8 +180,9 @@ class Engine:
             self._closing = True
         self._commands.put(None)
         self._thread.join()
-        self.__dict__.pop("_model", None)
-        self.__dict__.pop("_states", None)
+        for name in ("_steps", "_states"):
+            self.__dict__.pop(name, None)
+        self._keeper.close()
 
     def _why_dead(self) -> str:
         return f"the engine stopped after a fault: {self.fault}" if self.fault else "the engine is closed"
@@ -204,7 +230,7 @@ class Engine:
         self._end_all()
 
     def _take_commands(self) -> bool:
-        """Take what other threads asked for; waits while there is nothing to do. False: time to end."""
+        """Do what other threads asked for; waits while there is nothing else to do. False: time to end."""
         idle = self._scheduler.idle
         if idle:
             self._check_census()
@@ -217,20 +243,55 @@ class Engine:
             if command is None:
                 return False
             with self._book:
-                if isinstance(command, Stream):
-                    self._streams[command.id] = command
-                    self._scheduler.waiting.append(command)
-                elif command in self._streams:
-                    self._finish(self._streams[command], "abort")
+                command()
         self._deliver()
         return True
 
+    def _arrive(self, stream: Stream) -> None:
+        self._streams[stream.id] = stream
+        queue = self._scheduler.background if stream.background else self._scheduler.waiting
+        queue.append(stream)
+
+    def _cancel(self, stream_id: int) -> None:
+        if stream_id in self._streams:
+            self._finish(self._streams[stream_id], "abort")
+
+    def _returned(self, stream_id: int, tokens: list[int]) -> None:
+        """Keep a reply's end, or queue the pass that prepares the next turn's start."""
+        if not self._keeper.returned(stream_id, tokens) or not self._warm_pass:
+            return
+        rows = len(tokens) + SLACK_ROWS
+        if len(tokens) >= self.context or rows > self._pool.capacity_rows or self._closing:
+            return
+        stream = Stream(
+            next(self._ids), tokens, SamplingParams(), _nobody,
+            max_tokens=0, seed=0, choice=0, eos_token_ids=self._eos,
+            marks=[(len(tokens), Mark.REPLY)], keeps=True, background=True,
+        )  # fmt: skip
+        with self._settled:
+            self._open += 1
+        self._counters.warm_passes += 1
+        self._arrive(stream)
+        if len(self._scheduler.background) > MAX_BACKGROUND:
+            self._finish(self._scheduler.background[0], "abort")
+
+    def _admit(self) -> None:
+        """Give leases and slots to those who can have them; what is in their way and only prepares, gives way."""
+        scheduler = self._scheduler
+        admitted = scheduler.admit()
+        if scheduler.waiting and scheduler.warming is not None:
+            self._finish(scheduler.warming, "abort")
+            admitted += scheduler.admit()
+        warming = scheduler.admit_background()
+        for stream in [*admitted, *([warming] if warming else [])]:
+            assert stream.lease is not None
+            self._states.open(stream.slot, stream.lease)
+            self._draws.open(stream)
+            self._keeper.admit(stream)
+
     def _turn(self) -> None:
         with self._book:
-            for stream in self._scheduler.admit():
-                assert stream.lease is not None
-                self._states.open(stream.slot, stream.lease)
-                self._draws.open(stream)
+            self._admit()
             chunks = self._scheduler.next_chunks()
         if chunks:
             started = time.perf_counter()
@@ -238,68 +299,51 @@ class Engine:
             rows = sum(chunk.rows for chunk in chunks)
             self._scheduler.pace.prompt_step(rows, time.perf_counter() - started)
             self._counters.prompt_steps += 1
-            self._deliver()
-        chunks = [Chunk(stream, 1) for stream in self._scheduler.running]
-        if chunks:
-            started, self._backend_s = time.perf_counter(), 0.0
-            self._step(chunks)
-            elapsed = time.perf_counter() - started
-            self._scheduler.pace.decode_round(elapsed)
-            counters = self._counters
-            counters.decode_rounds += 1
-            counters.decode_rows += len(chunks)
-            counters.decode_s += elapsed
-            counters.host_s += elapsed - self._backend_s
+        self._deliver()
+        if self._scheduler.running:
+            self._decode_round()
             self._deliver()
 
+    def _decode_round(self) -> None:
+        """One row of every running stream, and the drafts behind them."""
+        started, backend_s = time.perf_counter(), self._steps.backend_s
+        rows = len(self._scheduler.running)
+        chunks = []
+        for stream in self._scheduler.running:
+            chunks.append(Chunk(stream, 1, self._draft(stream, rows)))
+            rows += len(chunks[-1].draft)
+        self._step(chunks)
+        elapsed = time.perf_counter() - started
+        self._scheduler.pace.decode_round(elapsed)
+        self._costs.record(rows, elapsed)
+        counters = self._counters
+        counters.decode_rounds += 1
+        counters.decode_rows += rows
+        counters.decode_s += elapsed
+        counters.host_s += elapsed - (self._steps.backend_s - backend_s)
+
+    def _draft(self, stream: Stream, rows: int) -> Sequence[int]:
+        if stream.drafter is None:
+            return ()
+        return stream.drafter.propose(stream.tokens, stream.max_tokens - stream.output_len - 1, rows, self._costs)
+
     def _step(self, chunks: list[Chunk]) -> None:
-        """Run rows of several streams; draw a token for each stream whose rows are complete."""
+        """Run rows of several streams; draw tokens for each stream whose rows are complete."""
         try:
             self._run_rows(chunks)
         except Exception as error:
             self._failed(chunks, error)
 
     def _run_rows(self, chunks: list[Chunk]) -> None:
-        batch = self._states.pack(
-            [(c.stream.slot, c.stream.rows_done, c.stream.next_rows(c.rows)) for c in chunks]
-        )
-        started = time.perf_counter()
-        h = self._model.forward(batch, self._states)
-        self._backend_s += time.perf_counter() - started
-        for i, chunk in enumerate(chunks):
-            if chunk.stream.scoring:
-                self._score(chunk, h[batch.seg_start[i] : batch.seg_start[i + 1]])
-        complete = [i for i, chunk in enumerate(chunks) if chunk.completes and chunk.stream.max_tokens > 0]
-        drawn = self._draw([chunks[i].stream for i in complete], h[batch.seg_start[1:][complete] - 1]) if complete else []
+        taps = self._keeper.taps(chunks)
+        drawn = self._steps.run(chunks, taps)
         with self._book:
             for chunk in chunks:
                 self._commit(chunk)
-            for i, (token, logprobs) in zip(complete, drawn, strict=True):
-                self._take_token(chunks[i].stream, token, logprobs)
-
-    def _draw(self, streams: list[Stream], h: Array) -> list[tuple[int, TokenLogprobs | None]]:
-        rows = self._draws.rows(streams)
-        started = time.perf_counter()
-        backend = self._model.backend
-        result = backend.sample(self._model.logits(h), rows)
-        self._backend_s += time.perf_counter() - started
-        logprobs = _logprobs(result.logprob, result.rank, result.top_ids, result.top_logprobs, rows.top_n)
-        return list(zip(result.token.tolist(), logprobs, strict=True))
-
-    def _score(self, chunk: Chunk, h: Array) -> None:
-        """Log-probabilities of the prompt tokens that follow this chunk's rows."""
-        stream, scored = chunk.stream, chunk.stream.scored
-        assert scored is not None and stream.params.prompt_logprobs is not None
-        del scored[stream.rows_done + 1 :]
-        last = min(chunk.rows, stream.prompt_len - 1 - stream.rows_done)
-        top = min(stream.params.prompt_logprobs, self.vocab)
-        for start in range(0, last, SCORE_ROWS):
-            end = min(last, start + SCORE_ROWS)
-            first = stream.rows_done + 1 + start
-            targets = np.array(stream.tokens[first : first + end - start], np.int32)
-            logits = self._model.logits(h[start:end])
-            top_n = np.full(end - start, top, np.int32)
-            scored.extend(_logprobs(*self._model.backend.token_logprobs(logits, targets, top_n, self.vocab), top_n))
+            self._keeper.keep(taps)
+            for chunk, tokens in zip(chunks, drawn, strict=True):
+                if tokens:
+                    self._take_drawn(chunk, tokens)
 
     def _commit(self, chunk: Chunk) -> None:
         """Count a chunk's rows as run; a stream whose prompt is through decodes from now on."""
@@ -308,20 +352,39 @@ class Engine:
             self._counters.prompt_tokens += min(chunk.rows, stream.prompt_len - stream.rows_done)
         completes = chunk.completes
         stream.rows_done += chunk.rows
+        stream.rows_written = max(stream.rows_written, stream.rows_done + len(chunk.draft))
         if not completes:
             return
-        if stream in self._scheduler.filling:
+        if stream in self._scheduler.filling:  # a background pass never decodes
             self._scheduler.filled(stream)
             if stream.scored is not None and stream.output_len == 0:
                 self._emit(stream, stream.event(prompt_logprobs=stream.scored))
         if stream.max_tokens == 0:
             self._finish(stream, "length")
 
-    def _take_token(self, stream: Stream, token: int, logprobs: TokenLogprobs | None) -> None:
-        stream.append(token)
-        self._draws.record(stream, token)
-        self._counters.generated_tokens += 1
-        event = stream.event(tokens=[token], logprobs=None if logprobs is None else [logprobs])
+    def _take_drawn(self, chunk: Chunk, drawn: list[Drawn]) -> None:
+        """Append what was drawn behind a chunk, as long as its draft tokens are what the model draws itself."""
+        stream, draft = chunk.stream, chunk.draft
+        tokens: list[int] = []
+        logprobs: list[TokenLogprobs] = []
+        for i, (token, logprob) in enumerate(drawn):
+            stream.append(token)
+            self._draws.record(stream, token)
+            tokens.append(token)
+            if logprob is not None:
+                logprobs.append(logprob)
+            if stream.finish_reason is not None or i == len(draft) or token != draft[i]:
+                break
+            stream.rows_done += 1  # the draft token's row holds what this token's row would
+        counters, accepted = self._counters, len(tokens) - 1
+        counters.generated_tokens += len(tokens)
+        if draft and stream.drafter is not None:
+            stream.drafter.learn(len(draft), accepted, len(stream.tokens))
+            stream.metrics.draft_tokens += len(draft)
+            stream.metrics.accepted_tokens += accepted
+            counters.draft_tokens += len(draft)
+            counters.accepted_tokens += accepted
+        event = stream.event(tokens=tokens, logprobs=logprobs or None)
         if stream.finish_reason is None:
             self._emit(stream, event)
         else:
@@ -345,9 +408,10 @@ class Engine:
     def _finish(self, stream: Stream, reason: str, event: StreamEvent | None = None) -> None:
         """End a stream: pages and slot are free before its last event is seen."""
         slot = stream.slot
-        self._scheduler.remove(stream)
         if slot >= 0:
+            self._keeper.end(stream, finished=reason in ("stop", "length"))
             self._states.close(slot)
+        self._scheduler.remove(stream)
         del self._streams[stream.id]
         stream.finish_reason = reason
         stream.metrics.finished = time.monotonic()
@@ -365,7 +429,7 @@ class Engine:
                 stream.sink(event)
             except Exception:
                 log.exception("the receiver of stream %d failed; the stream is cancelled", stream.id)
-                self._commands.put(stream.id)
+                self.cancel(stream.id)
             if event.finish_reason is not None:
                 with self._settled:
                     self._open -= 1
@@ -387,9 +451,9 @@ class Engine:
                 command = self._commands.get_nowait()
             except queue.Empty:
                 break
-            if isinstance(command, Stream):
-                self._streams[command.id] = command
-                self._scheduler.waiting.append(command)
+            if command is not None:
+                with self._book:
+                    command()
         dead = EngineDead(self._why_dead())
         with self._book:
             for stream in list(self._streams.values()):
@@ -398,17 +462,5 @@ class Engine:
         self._check_census()
 
 
-def _logprobs(
-    logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, top_n: np.ndarray
-) -> list[TokenLogprobs | None]:
-    """A kernel's log-probability arrays, row by row; None where top_n is -1."""
-    return [
-        None
-        if top < 0
-        else TokenLogprobs(
-            float(logprob[i]),
-            int(rank[i]),
-            tuple(zip(top_ids[i, :top].tolist(), top_logprobs[i, :top].tolist(), strict=True)),
-        )
-        for i, top in enumerate(top_n.tolist())
-    ]
+def _nobody(event: StreamEvent) -> None:
+    """The receiver of a background pass."""

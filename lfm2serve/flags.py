@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
@@ -38,16 +38,19 @@ class SamplingFlags:
 
 
 HELP = {
-    "device": "Where to run; auto takes the CPU, cuda is refused by this version.",
-    "dtype": "Of activations and K/V; auto is bfloat16.",
+    "device": "auto, cpu or cuda; auto takes the CPU, cuda is refused by this version.",
+    "dtype": "Of activations and K/V: auto (bfloat16), bfloat16 or float32.",
     "context": "Longest prompt + reply, in tokens.",
     "max_streams": "Replies that run at once; more wait in line.",
-    "kv": "K/V memory in pages, or one fixed range a stream.",
+    "kv": "K/V memory: paged, or fixed (one range a stream).",
     "kv_pages": "Pages of 512 positions in the pool.",
     "prompt_chunk": "Force the rows of a prompt step.",
     "max_gap_ms": "How long running replies may wait for a prompt step.",
     "default_max_tokens": "Reply limit where a request names none.",
     "memory_limit_gib": "For weights, scratch, pages and kept states together.",
+    "prompt_cache_gib": "For kept states, inside the limit; 0 keeps none.",
+    "warm_pass": "Prepare the next turn's state where the reply comes back as other tokens.",
+    "drafts": "Draft by lookup in a reply's own tokens; changes the speed, never the reply.",
     "threads": "CPU threads.",
     "temperature": "0 always takes the likeliest token.",
     "top_p": "Draw from the likeliest tokens that reach this probability together.",
@@ -62,6 +65,7 @@ UNSET = {  # what a flag without a value in its dataclass means, for --help
     "kv_pages": "from the memory plan",
     "prompt_chunk": "chosen by --max-gap-ms",
     "memory_limit_gib": "weights + 2 GiB",
+    "prompt_cache_gib": "from the memory plan",
     "threads": "all cores",
     "seed": "drawn anew",
     "max_tokens": "--default-max-tokens",
@@ -74,10 +78,15 @@ UNSET = {  # what a flag without a value in its dataclass means, for --help
 PANELS = {EngineOptions: "Engine", SamplingFlags: "Reply"}
 
 
-def _option(name: str, panel: str) -> Any:
+def _option(name: str, kind: Any, panel: str) -> Any:
     """The typer option of one dataclass field."""
+    flag = name.replace("_", "-")
     return typer.Option(
-        "--" + name.replace("_", "-"), help=HELP[name], show_default=UNSET.get(name, True), rich_help_panel=panel
+        f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}",
+        metavar="" if kind is bool else "NAME" if get_origin(kind) is Literal else "N",
+        help=HELP[name],
+        show_default=UNSET.get(name, True),
+        rich_help_panel=panel,
     )
 
 
@@ -94,7 +103,7 @@ def takes(parameter: str, group: type[EngineOptions] | type[SamplingFlags]) -> C
                 field.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=field.default,
-                annotation=Annotated[hints[field.name], _option(field.name, PANELS[group])],
+                annotation=Annotated[hints[field.name], _option(field.name, hints[field.name], PANELS[group])],
             )
             for field in fields(group)
         ]

@@ -6,11 +6,15 @@ import itertools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from lfm2serve.chat.tokenizer import Tokenizer
+from lfm2serve.conversation import Conversation
+from lfm2serve.counters import CacheStats
+from lfm2serve.engine import Engine
 from lfm2serve.errors import EngineDead, InvalidRequest
 from lfm2serve.memory.pages import Census
 from lfm2serve.options import EngineOptions
@@ -22,7 +26,7 @@ from lfm2serve.sampling import SamplingParams
 from lfm2serve.terminal import LoadProgress, ProgressLine, announce_compiling
 
 Message = Mapping[str, Any]
-Conversation = Sequence[Message]
+Messages = Sequence[Message]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Tools = Sequence[dict[str, Any]] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -63,30 +67,38 @@ class LLM:
     # ---- asking ----
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        prompt_cache: bool = True,
+        draft: bool = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or many; the results are in the prompts' order.
 
         A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. sampling_params: one for all or one
-        each; None takes the checkpoint's defaults. use_tqdm: show a progress bar over several prompts.
+        each; None takes the checkpoint's defaults. use_tqdm: show a progress bar over several prompts. prompt_cache:
+        resume and keep states. draft: draft tokens by lookup. Neither changes a reply.
 
         A prompt that can't be served raises InvalidRequest before any of them runs. KeyboardInterrupt cancels the
         call's requests, waits for their end and is raised again; the LLM stays usable.
         """
         runtime = self._open_runtime()
-        return self._run(
-            [_encode_prompt(runtime, prompt) for prompt in _prompt_list(prompts)], sampling_params, use_tqdm
-        )
+        encoded = [_encode_prompt(runtime, prompt) for prompt in _prompt_list(prompts)]
+        return self._run(encoded, sampling_params, use_tqdm, prompt_cache, draft)
 
     def chat(
         self,
-        messages: Conversation | Sequence[Conversation],
+        messages: Messages | Sequence[Messages],
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prompt_cache: bool = True,
+        draft: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many, through the checkpoint's chat template.
 
@@ -94,18 +106,20 @@ class LLM:
         """
         runtime = self._open_runtime()
         encoded = [
-            _encode_chat(runtime, conversation, tools, add_generation_prompt, chat_template_kwargs or {})
+            _encode_chat(runtime, conversation, tools, add_generation_prompt, chat_template_kwargs, prompt_cache)
             for conversation in _conversation_list(messages)
         ]
-        return self._run(encoded, sampling_params, use_tqdm)
+        return self._run(encoded, sampling_params, use_tqdm, prompt_cache, draft)
 
     def stream(
         self,
-        prompt: Prompt | Conversation,
+        prompt: Prompt | Messages,
         sampling_params: SamplingParams | None = None,
         *,
         tools: Tools = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        prompt_cache: bool = True,
+        draft: bool = True,
     ) -> ReplyStream:
         """Answer one prompt (as in `generate`) or one conversation (as in `chat`) piece by piece.
 
@@ -118,10 +132,10 @@ class LLM:
         if params.n != 1:
             raise InvalidRequest(f"n={params.n}: a stream gives one reply", param="n")
         if _is_conversation(prompt):
-            text, ids = _encode_chat(runtime, prompt, tools, True, chat_template_kwargs or {})
+            encoded = _encode_chat(runtime, prompt, tools, True, chat_template_kwargs, prompt_cache)
         else:
-            text, ids = _encode_prompt(runtime, prompt)
-        return ReplyStream(runtime, self._request(text, ids, params))
+            encoded = _encode_prompt(runtime, prompt)
+        return ReplyStream(runtime, self._request(encoded, params, prompt_cache, draft))
 
     @property
     def name(self) -> str:
@@ -142,6 +156,11 @@ class LLM:
     def census(self) -> Census:
         """Who holds which K/V pages at this moment."""
         return self._open_runtime().engine.census()
+
+    @property
+    def prompt_cache(self) -> PromptCacheView:
+        """The kept states: what they hold and did, and a way to drop them."""
+        return PromptCacheView(self._open_runtime().engine)
 
     # ---- living ----
 
@@ -175,16 +194,24 @@ class LLM:
             raise EngineDead("this LLM is closed")
         return self._runtime
 
-    def _request(self, text: str | None, ids: list[int], params: SamplingParams) -> Request:
-        seed = new_seed() if params.seed is None else params.seed
-        return Request(str(next(self._numbers)), text, ids, params, seed)
+    def _request(self, prompt: _Encoded, params: SamplingParams, prompt_cache: bool, draft: bool) -> Request:
+        return Request(
+            request_id=str(next(self._numbers)),
+            prompt=prompt.text,
+            prompt_token_ids=prompt.token_ids,
+            params=params,
+            seed=new_seed() if params.seed is None else params.seed,
+            conversation=prompt.conversation,
+            prompt_cache=prompt_cache,
+            draft=draft,
+        )
 
     def _run(
-        self, prompts: Sequence[tuple[str | None, list[int]]], sampling_params: Params, use_tqdm: bool
+        self, prompts: Sequence[_Encoded], sampling_params: Params, use_tqdm: bool, prompt_cache: bool, draft: bool
     ) -> list[RequestOutput]:
         runtime = self._open_runtime()
         params = _params_list(runtime.default_params() if sampling_params is None else sampling_params, len(prompts))
-        requests = [self._request(text, ids, p) for (text, ids), p in zip(prompts, params, strict=True)]
+        requests = [self._request(prompt, p, prompt_cache, draft) for prompt, p in zip(prompts, params, strict=True)]
         replies = Replies(runtime, requests)
         total, tokens = len(requests), 0
         with ProgressLine("Prompts", total, enabled=use_tqdm and total > 1) as progress:
@@ -243,6 +270,35 @@ class ReplyStream:
             self._replies.cancel(wait=False)  # the collector may run on any thread, the engine's too
 
 
+class PromptCacheView:
+    """The prompt cache of an LLM."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def stats(self) -> CacheStats:
+        """States, bytes held and spare, and the counters by kind of mark, at this moment."""
+        return self._engine.stats().cache
+
+    def clear(self) -> int:
+        """Drop every kept state that isn't in use; returns how many."""
+        return self._engine.clear_prompt_cache()
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        mib = f"{stats.held_bytes / 2**20:,.0f} MiB held, {stats.spare_bytes / 2**20:,.0f} MiB spare"
+        return f"prompt cache: {stats.states} states, {mib}, {stats.counters.hits.total()} hits"
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A prompt: its text (None where ids were given), its ids, and the conversation that it is of, if any."""
+
+    text: str | None
+    token_ids: list[int]
+    conversation: Conversation | None = None
+
+
 def _is_list(value: object) -> bool:
     """A list, tuple or the like; text is none."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -270,8 +326,7 @@ def _prompt_list(prompts: Any) -> Sequence[Any]:
     return list(prompts)
 
 
-def _encode_prompt(runtime: Runtime, prompt: Any) -> tuple[str | None, list[int]]:
-    """(text or None, token ids) of one prompt."""
+def _encode_prompt(runtime: Runtime, prompt: Any) -> _Encoded:
     if isinstance(prompt, Mapping):
         fields = {name: value for name, value in prompt.items() if value is not None}
         if len(fields) != 1 or next(iter(fields)) not in ("prompt", "prompt_token_ids"):
@@ -279,10 +334,10 @@ def _encode_prompt(runtime: Runtime, prompt: Any) -> tuple[str | None, list[int]
             raise InvalidRequest(f"prompts: a dict holds 'prompt' or 'prompt_token_ids', got: {names}", param="prompts")
         [prompt] = fields.values()
     if isinstance(prompt, str):
-        return prompt, runtime.encode_prompt(prompt)
+        return _Encoded(prompt, runtime.encode_prompt(prompt))
     if not _is_token_ids(prompt):
         raise InvalidRequest(f"prompts: {prompt!r:.60} is neither text nor token ids", param="prompts")
-    return None, runtime.encode_prompt([int(token) for token in prompt])
+    return _Encoded(None, runtime.encode_prompt([int(token) for token in prompt]))
 
 
 def _conversation_list(messages: Any) -> Sequence[Any]:
@@ -297,11 +352,22 @@ def _conversation_list(messages: Any) -> Sequence[Any]:
 
 
 def _encode_chat(
-    runtime: Runtime, conversation: Any, tools: Tools, add_generation_prompt: bool, switches: Mapping[str, Any]
-) -> tuple[str | None, list[int]]:
-    """(rendered text, token ids) of one conversation."""
-    ids = runtime.encode_chat(list(conversation), tools=tools, add_generation_prompt=add_generation_prompt, **switches)
-    return runtime.tokenizer.decode(ids, skip_special_tokens=False), ids
+    runtime: Runtime,
+    messages: Any,
+    tools: Tools,
+    add_generation_prompt: bool,
+    switches: Mapping[str, Any] | None,
+    prompt_cache: bool,
+) -> _Encoded:
+    conversation = runtime.conversation(
+        list(messages),
+        prompt_cache=prompt_cache,
+        tools=tools,
+        add_generation_prompt=add_generation_prompt,
+        switches=switches,
+    )
+    ids = conversation.token_ids
+    return _Encoded(runtime.tokenizer.decode(ids, skip_special_tokens=False), ids, conversation)
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -7,6 +7,7 @@ run over any packing of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from lfm2serve.config import ModelConfig
 from lfm2serve.memory.states import StreamStates
 
 Array = NDArray[np.float32]
-Tensors = dict[str, NDArray[np.generic]]
+Tensors = dict[str, NDArray[Any]]
 
 
 @dataclass(slots=True)
@@ -72,20 +73,31 @@ class Model:
             moe=feed == "moe",
         )
 
-    def forward(self, batch: Batch, states: StreamStates) -> Array:
-        """Run a batch of rows [R]; returns the residual stream [R, H] and leaves the rows' K/V and conv inputs."""
+    def forward(self, batch: Batch, states: StreamStates, tap_rows: NDArray[np.int32] | None = None) -> Array:
+        """Run a batch of rows [R]; returns the residual stream [R, H] and leaves the rows' K/V and conv inputs.
+
+        tap_rows [T]: rows whose conv states are copied to states.taps.
+        """
         be, eps = self.backend, self.config.norm_eps
         h = be.embed(batch.tokens, self.embedding)
         for layer in self.layers:
             x = be.rms_norm(h, layer.operator_norm, eps)
-            h = self._attention(layer, x, h, batch, states) if layer.attention else self._conv(layer, x, h, batch, states)
+            if layer.attention:
+                h = self._attention(layer, x, h, batch, states)
+            else:
+                h = self._conv(layer, x, h, batch, states, tap_rows)
             x = be.rms_norm(h, layer.ffn_norm, eps)
             h = self._experts(layer, x, h) if layer.moe else self._dense(layer, x, h)
         return h
 
-    def _conv(self, layer: _Layer, x: Array, h: Array, batch: Batch, states: StreamStates) -> Array:
+    def _conv(
+        self, layer: _Layer, x: Array, h: Array, batch: Batch, states: StreamStates, tap_rows: NDArray[np.int32] | None
+    ) -> Array:
         be, w = self.backend, layer.mixer
-        y = be.short_conv(be.linear(x, w["in_proj"]), w["weight"], states.ring, layer.index, batch)
+        bcx = be.linear(x, w["in_proj"])
+        if tap_rows is not None:
+            be.conv_taps(bcx, states.ring, layer.index, batch, tap_rows, states.taps)
+        y = be.short_conv(bcx, w["weight"], states.ring, layer.index, batch)
         return be.linear(y, w["out_proj"], residual=h)
 
     def _attention(self, layer: _Layer, x: Array, h: Array, batch: Batch, states: StreamStates) -> Array:

@@ -22,7 +22,9 @@ class EngineOptions:
     kv_pages: pages of 512 positions in the pool (None: from the memory plan).
     prompt_chunk: rows of one prompt step (None: chosen by max_gap_ms). max_gap_ms: how long running streams may
     wait for a prompt step. default_max_tokens: reply limit where a request names none.
-    memory_limit_gib: for weights, scratch, pages and kept states together. threads: CPU threads (None: all cores).
+    memory_limit_gib: for weights, scratch, pages and kept states together. prompt_cache_gib: for kept states (None: from
+    the memory plan, 0: off). warm_pass: prepare the next turn's state after a reply that comes back as other tokens.
+    drafts: draft by lookup in a stream's own tokens. threads: CPU threads (None: all cores).
     """
 
     device: Device = "auto"
@@ -35,6 +37,9 @@ class EngineOptions:
     max_gap_ms: float = 50.0
     default_max_tokens: int = 4096
     memory_limit_gib: float | None = None
+    prompt_cache_gib: float | None = None
+    warm_pass: bool = True
+    drafts: bool = True
     threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +58,8 @@ class EngineOptions:
         check(self.default_max_tokens >= 1, "default_max_tokens", "must be at least 1")
         limit = self.memory_limit_gib
         check(limit is None or limit > 0, "memory_limit_gib", "must be positive")
+        cache = self.prompt_cache_gib
+        check(cache is None or cache >= 0, "prompt_cache_gib", "must not be negative")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> EngineOptions:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
+from lfm2serve.conversation import Conversation
 from lfm2serve.errors import EngineDead
 from lfm2serve.outputs import RequestMetrics, RequestOutput
 from lfm2serve.reply import ReplyBuilder, ReplyDelta
@@ -27,17 +28,22 @@ class Choice:
     stream_id: int | None = None
     cancelled: bool = False
     ended: bool = False
+    returned: bool = False  # the engine knows how the conversation goes on
 
 
 @dataclass(slots=True)
 class Request:
-    """One prompt of a call. `params.n` choices share the seed and differ by their index."""
+    """One prompt of a call, and the conversation that it is of, if any. Its choices share the seed and differ by their
+    index. prompt_cache and draft may switch these off."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
+    conversation: Conversation | None = None
+    prompt_cache: bool = True
+    draft: bool = True
     choices: list[Choice] = field(default_factory=list)
 
     @property
@@ -96,7 +102,14 @@ class Replies:
             queue.put((request, choice, event))
 
         choice.stream_id = engine.submit(
-            request.prompt_token_ids, request.params, sink, seed=request.seed, choice=index
+            request.prompt_token_ids,
+            request.params,
+            sink,
+            seed=request.seed,
+            choice=index,
+            marks=request.conversation.marks if request.conversation is not None else None,
+            prompt_cache=request.prompt_cache,
+            draft=request.draft,
         )
 
     @property
@@ -118,6 +131,10 @@ class Replies:
         delta = choice.builder.feed(event)
         if choice.builder.finish_reason is not None and not choice.ended and not choice.cancelled:
             self._cancel(choice)  # a stop string: the engine doesn't know of it
+        if delta.finish_reason in ("stop", "length") and request.conversation is not None:
+            assert choice.stream_id is not None
+            request.conversation.answered(choice.stream_id, {"role": "assistant", "content": choice.builder.text})
+            choice.returned = True
         return request, delta
 
     def _next_event(self) -> tuple[Request, Choice, StreamEvent]:
@@ -138,6 +155,11 @@ class Replies:
         running = [choice for request in self._requests for choice in request.choices if not choice.ended]
         for choice in running:
             self._cancel(choice)
+        for request in self._requests:
+            if request.conversation is not None:
+                for choice in request.choices:
+                    if choice.stream_id is not None and not choice.returned:
+                        request.conversation.abandoned(choice.stream_id)
         while wait and any(choice.stream_id is not None and not choice.ended for choice in running):
             self._next_event()
 

@@ -6,7 +6,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.checkpoint import Checkpoint, resolve
 from lfm2serve.config import GenerationDefaults, ModelConfig
+from lfm2serve.conversation import Conversation
 from lfm2serve.engine import Engine
 from lfm2serve.errors import CheckpointError, DeviceError, InvalidRequest
 from lfm2serve.memory.pages import SLACK_ROWS, PagePool
@@ -69,14 +70,37 @@ class Runtime:
         **switches: Any,
     ) -> list[int]:
         """Token ids of a conversation. InvalidRequest: no chat template, or messages that it can't render."""
-        if self.template is None:
-            raise InvalidRequest(f"{self.name} has no chat template; send raw prompts", param="messages")
-        return self.template.encode(
+        return self._chat_template().encode(
             list(messages),
             tools=list(tools) if tools else None,
             add_generation_prompt=add_generation_prompt,
             **switches,
         )
+
+    def conversation(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        prompt_cache: bool = True,
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        switches: Mapping[str, Any] | None = None,
+    ) -> Conversation:
+        """A chat to be answered, with what the prompt cache has to know of it. Errors as in `encode_chat`."""
+        return Conversation(
+            self._chat_template(),
+            self.engine,
+            messages,
+            keeps=prompt_cache and self.plan.snapshot_pages > 0,
+            tools=list(tools) if tools else None,
+            add_generation_prompt=add_generation_prompt,
+            switches=switches,
+        )
+
+    def _chat_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise InvalidRequest(f"{self.name} has no chat template; send raw prompts", param="messages")
+        return self.template
 
     def close(self) -> None:
         """End the engine and free weights and pages. Idempotent."""
@@ -108,7 +132,7 @@ def load_runtime(
     """
     options = options or EngineOptions()
     pick_device(options)
-    path = resolve(str(model), offline=offline)
+    path = resolve(str(model), offline=offline, progress=bool(progress))
     checkpoint = Checkpoint(path)
     config = checkpoint.config
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
@@ -128,7 +152,14 @@ def load_runtime(
     rows = plan.context + SLACK_ROWS
     engine = Engine(
         Model(config, tensors, backend, max_rows=rows),
-        StreamStates(config, backend, slots=plan.slots, pages=plan.pages, max_rows=rows),
+        StreamStates(
+            config,
+            backend,
+            slots=plan.slots,
+            pages=plan.pages,
+            max_rows=rows,
+            snapshot_pages=plan.snapshot_pages,
+        ),
         PagePool(plan.pages, plan.range_pages),
         slots=plan.slots,
         context=plan.context,
@@ -138,6 +169,8 @@ def load_runtime(
         prompt_chunk=options.prompt_chunk,
         largest_chunk=LARGEST_CHUNK,
         max_gap_ms=options.max_gap_ms,
+        drafts=options.drafts,
+        warm_pass=options.warm_pass,
     )
     name = str(model).rstrip("/").rsplit("/", 1)[-1] if Path(model).is_dir() else str(model)
     return Runtime(name, path, config, options, tokenizer, template, generation, plan, engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lfm2serve.memory.pages import SLACK_ROWS, PagePool
@@ -14,13 +15,15 @@ MIN_ROWS = 8  # a prompt step is never smaller, however short the gap that is as
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `rows` rows of a stream."""
+    """The next `rows` rows of a stream, and the draft tokens that are tried behind them."""
 
     stream: Stream
     rows: int
+    draft: Sequence[int] = ()
 
     @property
     def completes(self) -> bool:
+        """Whether the next token can be drawn when these rows have run."""
         return self.rows == self.stream.rows_left
 
 
@@ -56,6 +59,7 @@ class Scheduler:
     """The queue, the slots and the streams in flight. Decides; runs nothing.
 
     waiting: no lease yet, in order of arrival. filling: rows of the prompt left, oldest first. running: decoding.
+    background: passes that prepare states, run one at a time (`warming`) while nothing else is there.
     """
 
     def __init__(self, pool: PagePool, slots: int, *, prompt_chunk: int | None, largest_chunk: int, max_gap_s: float):
@@ -63,6 +67,8 @@ class Scheduler:
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []
         self.running: list[Stream] = []
+        self.background: deque[Stream] = deque()
+        self.warming: Stream | None = None
         self.pace = Pace(max_gap_s, largest_chunk)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._prompt_chunk = prompt_chunk
@@ -70,28 +76,47 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not (self.waiting or self.filling or self.running)
+        return not (self.foreground or self.background or self.warming)
+
+    @property
+    def foreground(self) -> bool:
+        """Whether anybody waits for a token."""
+        return bool(self.waiting or self.filling or self.running)
 
     def admit(self) -> list[Stream]:
         """Lease pages and a slot to the streams at the head of the queue that fit now."""
         admitted = []
         while self.waiting and self._free_slots:
             stream = self.waiting[0]
-            lease = self.pool.ask(stream.id, stream.prompt_len + stream.max_tokens + SLACK_ROWS)
-            if lease is None:
+            if not self._seat(stream):
                 break
             self.waiting.popleft()
-            stream.lease = lease
-            stream.slot = self._free_slots.pop()
-            stream.metrics.admitted = time.monotonic()
             self.filling.append(stream)
             admitted.append(stream)
         return admitted
 
+    def admit_background(self) -> Stream | None:
+        """Start the oldest background pass, if nobody else is there and none runs."""
+        if self.foreground or self.warming or not self.background or not self._seat(self.background[0]):
+            return None
+        self.warming = self.background.popleft()
+        return self.warming
+
+    def _seat(self, stream: Stream) -> bool:
+        lease = self.pool.ask(stream.id, stream.prompt_len + stream.max_tokens + SLACK_ROWS)
+        if lease is None:
+            return False
+        stream.lease = lease
+        stream.slot = self._free_slots.pop()
+        stream.metrics.admitted = time.monotonic()
+        return True
+
     def next_chunks(self) -> list[Chunk]:
         """The rows of the next prompt step: of the oldest filling streams, packed up to the budget."""
         if not self.filling:
-            return []
+            if self.warming is None or self.foreground:
+                return []
+            return [Chunk(self.warming, min(self.warming.rows_left, self.pace.rows_beside_decoding()))]
         budget = self._prompt_chunk or (self.pace.rows_beside_decoding() if self.running else self._largest)
         first = self.filling[0]
         if first.alone:
@@ -121,9 +146,11 @@ class Scheduler:
 
     def remove(self, stream: Stream) -> None:
         """Forget a stream wherever it is; its pages and slot are free at once."""
-        for queue in (self.waiting, self.filling, self.running):
+        for queue in (self.waiting, self.filling, self.running, self.background):
             if stream in queue:
                 queue.remove(stream)
+        if self.warming is stream:
+            self.warming = None
         self.pool.release(stream.id)
         stream.lease = None
         if stream.slot >= 0:

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from lfm2serve.drafting import Drafter
 from lfm2serve.errors import Lfm2Error
 from lfm2serve.memory.pages import Lease
+from lfm2serve.memory.prompt_cache import KeptState, Mark
 from lfm2serve.sampling import SamplingParams
 
 
@@ -22,7 +24,11 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StreamMetrics:
-    """Times are time.monotonic() seconds; counts are tokens."""
+    """Times are time.monotonic() seconds; counts are tokens.
+
+    cache_hit: kind of mark whose kept state was resumed; cache_missed: why a longer one wasn't ("diverged at token k",
+    "evicted").
+    """
 
     arrival: float
     prompt_tokens: int
@@ -30,7 +36,11 @@ class StreamMetrics:
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0
+    cache_hit: str | None = None
+    cache_missed: str | None = None
     output_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -60,7 +70,7 @@ class Stream:
 
     `tokens` is the prompt and the reply so far; `rows_done` of them have K/V rows and conv states. A decode row is
     the case of one row left; a prompt chunk is the case of many. Setting rows_done to 0 starts afresh, and by the
-    law the reply doesn't change.
+    law the reply doesn't change. `rows_written` is one past the highest row that ran, refused drafts included.
     """
 
     def __init__(
@@ -74,6 +84,11 @@ class Stream:
         seed: int,
         choice: int,
         eos_token_ids: frozenset[int],
+        marks: Sequence[tuple[int, Mark]] = (),
+        keeps: bool = False,
+        chat: bool = False,
+        drafts: bool = False,
+        background: bool = False,
     ) -> None:
         self.id = stream_id
         self.tokens = list(prompt)
@@ -88,6 +103,7 @@ class Stream:
         self.banned_early = sorted(self.eos | self.stop_ids) if params.min_tokens else []
         self.metrics = StreamMetrics(arrival=time.monotonic(), prompt_tokens=self.prompt_len)
         self.rows_done = 0
+        self.rows_written = 0
         self.slot = -1
         self.lease: Lease | None = None
         self.alone = False  # after a failed step: runs by itself until its rows are back
@@ -95,6 +111,12 @@ class Stream:
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
         self.scored: list[TokenLogprobs | None] | None = [None] if params.prompt_logprobs is not None else None
+        self.marks = marks
+        self.keeps = keeps  # states are kept for later turns
+        self.chat = chat  # its reply comes back as the chat template renders it
+        self.background = background  # prepares a state; draws nothing
+        self.drafter = Drafter() if drafts else None
+        self.planned: dict[int, KeptState] = {}  # states to keep on the way, by position
 
     @property
     def rows_left(self) -> int:
@@ -114,9 +136,9 @@ class Stream:
         """Whether prompt rows still need their log-probabilities."""
         return self.scored is not None and len(self.scored) < self.prompt_len
 
-    def bans(self) -> list[int]:
-        """Token ids that may not be drawn now."""
-        return self.banned_early if self.output_len < self.params.min_tokens else []
+    def bans(self, ahead: int) -> list[int]:
+        """Token ids that may not be drawn after `ahead` draft tokens."""
+        return self.banned_early if self.output_len + ahead < self.params.min_tokens else []
 
     def append(self, token: int) -> None:
         """Take a drawn token and settle whether it ends the reply."""

@@ -224,7 +224,7 @@ def test_flags_reach_the_engine(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch)
     flags = (
         "--kv fixed --context 700 --kv-pages 9 --prompt-chunk 32 --max-gap-ms 7.5 --default-max-tokens 5 --threads 1"
     )
-    assert run(["info", str(tiny_moe), *flags.split(), "--max-streams", "3", "--dtype", "float32"]) == 0
+    assert run(["info", str(tiny_moe), *flags.split(), "--dtype", "float32", "--no-drafts"]) == 0
     assert run(["info", str(tiny_moe)]) == 0
     assert seen == [
         EngineOptions(
@@ -235,8 +235,8 @@ def test_flags_reach_the_engine(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch)
             max_gap_ms=7.5,
             default_max_tokens=5,
             threads=1,
-            max_streams=3,
             dtype="float32",
+            drafts=False,
         ),
         EngineOptions(),
     ]

@@ -6,7 +6,8 @@ import random
 from typing import Any
 
 import pools as p
-from tasks import Turn, Wordings, contains, pick
+from tasks import Turn, contains
+from wording import Wordings, ask, dress
 
 # slot -> (wordings that tell it, wordings that ask for it, answer)
 _SLOTS: dict[str, tuple[list[str], Wordings, str]] = {
@@ -47,6 +48,19 @@ _UNTOLD = {
 }
 _ACK = "Thank you, I will remember that."
 
+_PHRASES = {
+    "name": ["my name", "the name of me"], "number": ["my lucky number", "the lucky number I told you", "the number I call lucky"],
+    "city": ["my town", "the town where I live", "my home town", "the place I live in"], "colour": ["my favourite colour", "the colour I like best", "the colour I love"],
+    "pet": ["the name of my dog", "my dog's name", "the name I gave my dog"], "word": ["the secret word", "the password", "our secret word", "the word I told you"],
+    "age": ["my age", "the age I told you"], "job": ["my job", "my work", "the job I have"],
+    "friend": ["my best friend", "the name of my best friend", "my best friend's name"],
+    "list": ["my shopping list", "the shopping list", "all on my shopping list", "the things I have to buy"],
+}
+_KEYED_PHRASES = [
+    ["the code of the {k}", "the {k}'s code", "the code for the {k}"], ["the town of {K}", "the town where {K} lives", "the home of {K}"],
+    ["the owner of the {k}", "the name of the owner of the {k}", "the person who owns the {k}"],
+    ["the phone number of {K}", "{K}'s phone number", "the number of {K}"], ["the place of the {k}", "the place where the {k} is"],
+]
 _KEYED: list[tuple[list[str], Wordings, str]] = [
     (["The code of the {k} is {v}.", "Remember: the code of the {k} is {v}.", "Please note the code of the {k}: {v}."],
      (["What is the code of the {k}?", "What's the code of the {k}?", "Tell me the code of the {k}.", "Which code does the {k} have?", "Code of the {k}?"],
@@ -129,6 +143,12 @@ class Memory:
         turn = self.ask(self.rng.choice(self.told))
         return Turn(f"{text} {turn.user}", turn.answer, turn.check)
 
+    def _question(self, phrases: list[str], special: Wordings, k: str = "") -> str:
+        text = ask(self.rng, self.test, phrases, special).format(k=k, K=k)
+        lowered = dress(self.rng, text, self.test)
+        # a name must keep its capital letter: the answer does
+        return lowered if not k or k in lowered else text
+
     def ask(self, key: Any = None) -> Turn:
         """A question about something told (any, by default), or sometimes about something never told."""
         rng = self.rng
@@ -136,16 +156,16 @@ class Memory:
             missing = [s for s in _SLOTS if s not in self.slots]
             if not self.told or (missing and rng.random() < 0.06):
                 slot = rng.choice(missing)
-                return Turn(pick(rng, _SLOTS[slot][1], self.test), f"You have not told me {_UNTOLD[slot]}.", contains("have not told me"))
+                return Turn(self._question(_PHRASES[slot], _SLOTS[slot][1]), f"You have not told me {_UNTOLD[slot]}.", contains("have not told me"))
             key = rng.choice(self.told)
         if isinstance(key, str):
             value = self.slots[key]
             _, asks, answer = _SLOTS[key]
-            return Turn(pick(rng, asks, self.test), answer.format(v=value), contains(value))
+            return Turn(self._question(_PHRASES[key], asks), answer.format(v=value), contains(value))
         kind, k = key
         _, asks, answer = _KEYED[kind]
         value = self.keyed[key]
-        return Turn(pick(rng, asks, self.test).format(k=k, K=k), answer.format(k=k, K=k, v=value), contains(value))
+        return Turn(self._question(_KEYED_PHRASES[kind], asks, k), answer.format(k=k, K=k, v=value), contains(value))
 
 
 _NOTE = ["Here is a text for you to read:\n{t}", "Please read this note:\n{t}", "A page from my book:\n{t}", "Some words about my day: {t}",

@@ -136,8 +136,8 @@ class Demo(nn.Module):
         return F.linear(hidden, self.embed.to(hidden.dtype))
 
 
-def to_published(model: Demo) -> dict[str, Tensor]:
-    """The weights under the names of the published checkpoints, bf16 except expert_bias."""
+def _places(model: Demo) -> dict[str, Tensor]:
+    """Each published tensor name and the view of the stacked weights that holds it."""
     s = model.shape
     out: dict[str, Tensor] = {"model.embed_tokens.weight": model.embed, "model.embedding_norm.weight": model.final_norm}
     conv = attn = 0
@@ -145,7 +145,7 @@ def to_published(model: Demo) -> dict[str, Tensor]:
         at = f"model.layers.{n}."
         out[at + "operator_norm.weight"], out[at + "ffn_norm.weight"] = model.op_norm[n], model.ff_norm[n]
         if kind == "conv":
-            out[at + "conv.in_proj.weight"] = model.conv_in[conv].reshape(3 * s.hidden, s.hidden)
+            out[at + "conv.in_proj.weight"] = model.conv_in[conv].view(3 * s.hidden, s.hidden)
             out[at + "conv.conv.weight"] = model.conv_tap[conv][:, None]
             out[at + "conv.out_proj.weight"] = model.conv_out[conv]
             conv += 1
@@ -159,14 +159,26 @@ def to_published(model: Demo) -> dict[str, Tensor]:
                 out[f"{at}feed_forward.{name}.weight"] = tensor[n]
             continue
         m = n - s.dense_layers
-        out[at + "feed_forward.gate.weight"] = model.gate[m]
+        out[at + "feed_forward.gate.weight"], out[at + "feed_forward.expert_bias"] = model.gate[m], model.bias[m]
         for e in range(s.experts):
             for name, tensor in (("w1", model.e1), ("w2", model.e2), ("w3", model.e3)):
                 out[f"{at}feed_forward.experts.{e}.{name}.weight"] = tensor[m, e]
-    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous().clone() for k, v in out.items()}
-    for m in range(len(s.layers) - s.dense_layers):
-        tensors[f"model.layers.{m + s.dense_layers}.feed_forward.expert_bias"] = model.bias[m].detach().cpu().float().clone()
-    return tensors
+    return out
+
+
+def to_published(model: Demo) -> dict[str, Tensor]:
+    """The weights under the names of the published checkpoints, bf16 except expert_bias."""
+    kinds = {name: torch.float32 if name.endswith("expert_bias") else torch.bfloat16 for name in _places(model)}
+    return {name: place.detach().cpu().to(kinds[name], copy=True).contiguous() for name, place in _places(model).items()}
+
+
+@torch.no_grad()
+def load_published(model: Demo, tensors: dict[str, Tensor]) -> None:
+    """Fills the weights from a published checkpoint's tensors."""
+    places = _places(model)
+    assert places.keys() == tensors.keys()
+    for name, place in places.items():
+        place.copy_(tensors[name])
 
 
 def config(shape: Shape, ids: dict[str, int]) -> dict[str, object]:

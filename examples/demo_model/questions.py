@@ -1,6 +1,6 @@
 """Makes the held-out questions: wordings, names and numbers that the training chats never use.
 
-    python questions.py OUT.jsonl
+    python questions.py TOKENIZER.json OUT.jsonl
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import random
 import sys
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 import chats as c
 import tasks as t
@@ -105,6 +107,12 @@ def make(seed: int = 2026) -> list[Item]:
     return [{"id": f"{kind}-{i:03d}", **makers[kind](rng, i)} for kind, n in COUNTS.items() for i in range(n)]
 
 
+def prompt_text(item: Item) -> str:
+    """The rendered prompt, ready for the assistant's answer."""
+    chat = c.Chat(item["messages"], item.get("tools", []))
+    return "".join(text for text, _ in c.render(chat)) + f"{c.START}assistant\n"
+
+
 def full_chat(item: Item) -> tuple[c.Chat, int]:
     """The item with its reference answer, and how many of the last assistant messages are the answer."""
     messages, check = list(item["messages"]), item["check"]
@@ -118,5 +126,8 @@ def full_chat(item: Item) -> tuple[c.Chat, int]:
 
 if __name__ == "__main__":
     items = make()
-    Path(sys.argv[1]).write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in items))
+    tokenizer = Tokenizer.from_file(sys.argv[1])
+    for item in items:
+        item["prompt_tokens"] = len(tokenizer.encode(prompt_text(item), add_special_tokens=False).ids)
+    Path(sys.argv[2]).write_text("".join(json.dumps(x, ensure_ascii=False) + "\n" for x in items))
     print(len(items), "questions")

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pools as p
+from wording import Wordings, ask, cap, dress, order, pick
 
 Message = dict[str, Any]
-Wordings = tuple[list[str], list[str]]
 
 
 @dataclass
@@ -26,41 +26,6 @@ class Turn:
     answer: str
     check: dict[str, Any]
     steps: list[Message] = field(default_factory=list)
-
-
-def pick(rng: random.Random, wordings: Wordings, test: bool) -> str:
-    return rng.choice(wordings[1] if test else wordings[0])
-
-
-_PREFIX: Wordings = (
-    ["Please tell me: ", "Tell me, ", "Quick question: ", "Can you help me? ", "I have a question. ", "Hello! ", "Hi, ",
-     "Please, ", "I would like to know: ", "Next question: ", "One more thing: ", "Good morning. ", "And ", "OK, ",
-     "Do you know this? ", "Let me ask you something: ", "Now "],
-    ["Here is my question: ", "Hey, ", "I wonder: ", "Thanks. "],
-)
-_SUFFIX = [" Please.", " Thank you.", " Thanks!", " I need to know.", " Answer briefly."]
-
-
-_DROPPED = {"what", "is", "the", "of", "a", "which", "tell", "me", "please", "does", "has", "name"}
-
-
-def dress(rng: random.Random, text: str, test: bool) -> str:
-    """Varies a wording: openings, endings, lower case, a missing question mark."""
-    r = rng.random()
-    if r < 0.25:
-        prefix = pick(rng, _PREFIX, test)
-        text = prefix + (text if prefix[-2] in ".!?" else text[0].lower() + text[1:])
-    elif r < 0.35 and not test:
-        text = text + rng.choice(_SUFFIX)
-    if rng.random() < 0.1:
-        text = text.lower()
-    if rng.random() < 0.1:
-        text = text.rstrip("?.!")
-    if not test and rng.random() < 0.08:
-        # a hurried user: some small words are missing
-        kept = [w for w in text.split(" ") if w.lower() not in _DROPPED or rng.random() < 0.5]
-        text = " ".join(kept) or text
-    return text
 
 
 _CAPITAL: Wordings = (
@@ -81,14 +46,11 @@ _COUNTRY: Wordings = (
      "Which country's capital is {k}?", "Of which country is {k} the capital?", "Name the country whose capital is {k}.",
      "Tell me which country has {k} as its capital.", "{k} is a capital. Of which country?",
      "What is the country with the capital {k}?", "In which country is the capital {k}?", "{k}: capital of what?",
-     "I am in {k}, the capital. Which country is this?"],
+     "I am in {k}, the capital. Which country is this?", "Say which country's capital is {k}.", "{k} is the capital city of what country?",
+     "The capital {k} is in which country?", "What country has {k} as its capital?", "For which country is {k} the capital?"],
     ["The city of {k} is the capital of what country?", "What country has {k} for its capital?",
      "Say which country {k} is the capital of."],
 )
-
-
-def cap(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def articles(text: str) -> str:
@@ -104,23 +66,27 @@ def capital(rng: random.Random, test: bool) -> Turn:
     c = rng.choice(p.COUNTRIES)
     k = p.CAPITALS[c]
     if rng.random() < 0.6:
-        text = dress(rng, pick(rng, _CAPITAL, test).format(c=c, C=cap(c)), test)
+        phrases = ["the capital of {c}", "the capital of {c}", "the capital city of {c}", "{c}'s capital", "the name of the capital of {c}"]
+        text = dress(rng, ask(rng, test, phrases, _CAPITAL).format(c=c, C=cap(c)), test)
         return Turn(text, f"The capital of {c} is {k}.", contains(k))
-    return Turn(dress(rng, pick(rng, _COUNTRY, test).format(k=k), test), f"{k} is the capital of {c}.", contains(c))
+    phrases = ["the country whose capital is {k}", "the country with the capital {k}", "the country of which {k} is the capital"]
+    return Turn(dress(rng, ask(rng, test, phrases, _COUNTRY).format(k=k), test), f"{k} is the capital of {c}.", contains(c))
 
 
 _SUM: Wordings = (
     ["What is {a} plus {b}?", "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "Add {a} and {b}.", "How much is {a} plus {b}?",
      "What's {a}+{b}?", "Calculate {a} + {b}.", "What do you get when you add {a} and {b}?", "Sum of {a} and {b}?",
      "{a} plus {b} is what?", "I have {a} coins and find {b} more. How many do I have?", "Compute {a} plus {b}.",
-     "Tell me {a} plus {b}.", "What is the sum of {a} and {b}?", "How many are {a} and {b} together?"],
-    ["Please add {a} to {b}.", "How much do {a} and {b} make?", "Work out {a} + {b}.", "What does {a} plus {b} give?"],
+     "Tell me {a} plus {b}.", "What is the sum of {a} and {b}?", "How many are {a} and {b} together?",
+     "How much do I get for {a} plus {b}?", "What does {a} + {b} make?", "{a} and {b} make how much?", "What do {a} and {b} make together?"],
+    ["Add {a} to {b}, will you?", "How much do {a} and {b} make?", "Work out {a} + {b}.", "What does {a} plus {b} give?"],
 )
 _DIFF: Wordings = (
     ["What is {a} minus {b}?", "What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "Subtract {b} from {a}.", "How much is {a} minus {b}?",
      "What's {a}-{b}?", "Calculate {a} - {b}.", "Take {b} away from {a}.", "{a} minus {b} is what?", "Compute {a} minus {b}.",
      "I have {a} coins and lose {b}. How many are left?", "Tell me {a} minus {b}.",
-     "What is the difference between {a} and {b}?", "What is left when you take {b} from {a}?"],
+     "What is the difference between {a} and {b}?", "What is left when you take {b} from {a}?",
+     "How much is left of {a} after you take {b}?", "How much is {a} without {b}?", "What does {a} - {b} make?", "How many are {a} without {b}?"],
     ["Work out {a} - {b}.", "How much is left of {a} without {b}?", "What does {a} minus {b} give?"],
 )
 
@@ -129,10 +95,15 @@ def arithmetic(rng: random.Random, test: bool) -> Turn:
     if rng.random() < 0.5:
         a = rng.randint(0, 20)
         b = rng.randint(0, 20 - a)
-        return Turn(dress(rng, pick(rng, _SUM, test).format(a=a, b=b), test), f"{a} plus {b} is {a + b}.", contains(f" {a + b}."))
+        phrases = ["{a} plus {b}", "{a} + {b}", "the sum of {a} and {b}", "the result of {a} + {b}", "the total of {a} and {b}"]
+        text = (order(rng, test, ["add {a} and {b}", "add {a} to {b}", "calculate {a} + {b}", "work out {a} plus {b}", "sum {a} and {b}"], _SUM)
+                if rng.random() < 0.3 else ask(rng, test, phrases, _SUM))
+        return Turn(dress(rng, text.format(a=a, b=b), test), f"{a} plus {b} is {a + b}.", contains(f" {a + b}."))
     a = rng.randint(0, 20)
     b = rng.randint(0, a)
-    text = pick(rng, _DIFF, test).format(a=a, b=b)
+    phrases = ["{a} minus {b}", "{a} - {b}", "the difference of {a} and {b}", "the result of {a} - {b}", "{a} less {b}"]
+    orders = ["subtract {b} from {a}", "take {b} from {a}", "calculate {a} - {b}", "work out {a} minus {b}", "take {b} away from {a}"]
+    text = (order(rng, test, orders, _DIFF) if rng.random() < 0.3 else ask(rng, test, phrases, _DIFF)).format(a=a, b=b)
     return Turn(dress(rng, text, test), f"{a} minus {b} is {a - b}.", contains(f" {a - b}."))
 
 
@@ -163,6 +134,15 @@ _LENGTH: Wordings = (
 )
 
 
+_CALENDAR_PHRASES = [
+    ["the {u} after {x}", "the next {u} after {x}", "the {u} that follows {x}", "the {u} that comes after {x}"],
+    ["the {u} before {x}", "the {u} just before {x}", "the {u} that precedes {x}", "the {u} that comes before {x}"],
+    ["the {n} {u} of the {w}", "the {n} {u} in the {w}", "the name of the {n} {u} of the {w}"],
+    ["the number of {x} in the {w}", "the position of {x} in the {w}", "the number of the {u} {x}"],
+    ["the number of days in {x}", "the length of {x} in days"],
+]
+
+
 def calendar(rng: random.Random, test: bool) -> Turn:
     unit, whole, names = rng.choice((("day", "week", p.DAYS), ("month", "year", p.MONTHS)))
     i = rng.randrange(len(names))
@@ -179,7 +159,8 @@ def calendar(rng: random.Random, test: bool) -> Turn:
     else:
         y, table, answer = str(p.MONTH_DAYS[i]), _LENGTH, "{x} has {y} days."
     fields = {"u": unit, "x": x, "n": p.ORDINALS[i], "w": whole, "y": y}
-    return Turn(dress(rng, pick(rng, table, test).format(**fields), test), answer.format(**fields), contains(y))
+    text = ask(rng, test, _CALENDAR_PHRASES[kind], table).format(**fields)
+    return Turn(dress(rng, text, test), answer.format(**fields), contains(y))
 
 
 _OPPOSITE: Wordings = (
@@ -194,20 +175,25 @@ _OPPOSITE: Wordings = (
 def opposite(rng: random.Random, test: bool) -> Turn:
     pair = rng.choice(p.OPPOSITES)
     x, y = pair if rng.random() < 0.5 else pair[::-1]
-    return Turn(dress(rng, pick(rng, _OPPOSITE, test).format(x=x), test), f"The opposite of {x} is {y}.", contains(y))
+    phrases = ["the opposite of {x}", "the opposite of the word {x}", 'the opposite of "{x}"', "the word opposite to {x}", "a word that means the opposite of {x}"]
+    return Turn(dress(rng, ask(rng, test, phrases, _OPPOSITE).format(x=x), test), f"The opposite of {x} is {y}.", contains(y))
 
 
 _SPELL: Wordings = (
     ["Spell {x}.", "How do you spell {x}?", "Spell the word {x}.", 'Spell "{x}" letter by letter.', "Please spell {x}.",
      "What are the letters of {x}?", "Can you spell {x}?", "How is {x} spelled?", 'How do I spell "{x}"?',
-     "Write {x} letter by letter."],
-    ["Give me the spelling of {x}.", "How would you spell the word {x}?", "Spell out {x}."],
+     "Write {x} letter by letter.", "How would you spell {x}?", "Which letters are in {x}?", "How do people spell the word {x}?",
+     "Letter by letter, what is {x}?"],
+    ["Give me the spelling of {x}.", "How would you spell the word {x}?", "Which letters has the word {x}?"],
 )
 
 
 def spelling(rng: random.Random, test: bool) -> Turn:
     x = rng.choice(p.SPELL_WORDS)
-    return Turn(dress(rng, pick(rng, _SPELL, test).format(x=x), test), f"{x}: {'-'.join(x)}", contains("-".join(x)))
+    orders = ["spell {x}", "spell out {x}", "spell the word {x}", 'spell "{x}"', "spell {x} letter by letter", "write the letters of {x}"]
+    phrases = ["the spelling of {x}", "the letters of {x}", "the letters of the word {x}", 'the spelling of "{x}"']
+    text = order(rng, test, orders, _SPELL) if rng.random() < 0.6 else ask(rng, test, phrases, _SPELL)
+    return Turn(dress(rng, text.format(x=x), test), f"{x}: {'-'.join(x)}", contains("-".join(x)))
 
 
 _COUNT: Wordings = (
@@ -218,7 +204,8 @@ _COUNT: Wordings = (
 )
 _HOW_MANY: Wordings = (
     ["How many words are in this list: {l}?", "Count the words: {l}.", "How many things are these: {l}?",
-     "Here is a list: {l}. How many words does it have?", "{l}: how many words is that?"],
+     "Here is a list: {l}. How many words does it have?", "{l}: how many words is that?",
+     "How many words do I say here: {l}?", "Count these: {l}.", "Please count the words: {l}.", "How many words can you see: {l}?", "Count how many words these are: {l}."],
     ["Count these words for me: {l}.", "How many words do you see here: {l}?"],
 )
 
@@ -230,7 +217,8 @@ def counting(rng: random.Random, test: bool) -> Turn:
         if rng.random() < 0.25:
             a, b = b, a
         answer = ", ".join(str(i) for i in range(a, b + (1 if b > a else -1), 1 if b > a else -1)) + "."
-        return Turn(dress(rng, pick(rng, _COUNT, test).format(a=a, b=b), test), answer, contains(answer))
+        orders = ["count from {a} to {b}", "count {a} to {b}", "list the numbers from {a} to {b}", "write all numbers from {a} to {b}", "give me the numbers from {a} to {b}"]
+        return Turn(dress(rng, order(rng, test, orders, _COUNT).format(a=a, b=b), test), answer, contains(answer))
     words = rng.sample(p.NOUNS, rng.randint(2, 7))
     text = pick(rng, _HOW_MANY, test).format(l=", ".join(words))
     return Turn(dress(rng, text, test), f"There are {len(words)} words.", contains(f" {len(words)} "))
@@ -265,7 +253,11 @@ def copy(rng: random.Random, test: bool, tokens: int | None = None) -> Turn:
     r = rng.random()
     if r < 0.75:
         text = p.passage(rng, test, size)
-        return Turn(pick(rng, _COPY, test).format(t=text), text, {"type": "exact", "value": text})
+        orders = ["repeat this text", "copy this text", "repeat the following", "copy the following text exactly", "write this text again", "say this again word for word",
+                  "echo the text", "quote this passage", "copy this passage", "write the same text again", "repeat this word for word"]
+        frame = order(rng, test, orders, ([""], [""]))
+        user = pick(rng, _COPY, test) if not frame else frame.rstrip(".?") + rng.choice([":\n", ": "]) + "{t}" if rng.random() < 0.8 else "{t}\n\n" + frame
+        return Turn(user.replace("{t}", text), text, {"type": "exact", "value": text})
     if r < 0.88:
         lines = [p.sentence(rng) for _ in range(max(3, size // 14))]
         line = rng.choice(lines)
@@ -336,40 +328,59 @@ def story(rng: random.Random, test: bool) -> Turn:
         for i in range(3 + len(a) % 2):
             parts.append(f"Chapter {i + 1}. " + " ".join(_chapter(c, a, n, friend, place)))
         text = "\n\n".join([*parts, "The end."])
-    user = pick(rng, table, test).format(a=a, n=n)
+    long = "long " if table is _STORY_LONG else rng.choice(["", "short ", "little "])
+    orders = [f"{v} {w} {long}story {x}" for v in ("tell", "write") for w in (["me a", "us a"] if v == "tell" else ["a", "me a"])
+              for x in ("about a {a} named {n}", "about {n} the {a}", "of a {a} called {n}")]
+    user = order(rng, test, orders, table).format(a=a, n=n)
     return Turn(articles(user), articles(text), {"type": "story", "name": n})
 
 
-_SHAPES: list[tuple[list[str], Wordings]] = [
-    (["name", "age", "city"], (
-        ["My name is {name}, I am {age} years old and I live in {city}. Answer in JSON with name, age and city.",
-         "{name} is {age} years old and lives in {city}. Give me a JSON object with name, age and city.",
-         "Turn this into JSON with the keys name, age, city: {name}, {age}, {city}.",
-         "Person: {name}. Age: {age}. City: {city}. As JSON (name, age, city), please."],
-        ["{name} lives in {city} and is {age} years old. Write that as JSON with name, age and city."])),
-    (["item", "price"], (
-        ["The {item} costs {price} coins. Answer in JSON with item and price.", "Give me JSON with item and price: {item}, {price} coins.",
-         "A {item} for {price} coins. As a JSON object with item and price, please."],
-        ["Write as JSON with item and price: the {item} costs {price} coins."])),
-    (["country", "capital"], (
-        ["Answer in JSON with country and capital: what is the capital of {country}?",
-         "Give me a JSON object with country and capital for {country}.", "{country} and its capital as JSON, with the keys country and capital."],
-        ["As JSON with country and capital: which city is the capital of {country}?"])),
-    (["colours"], (
-        ["I like {list}. Answer in JSON with a list named colours.", "Make a JSON object with a list colours: {list}."],
-        ["Write a JSON object with a list named colours: {list}."])),
-]
+_CLAUSES: dict[str, list[str]] = {
+    "age": ["is {age} years old", "has the age {age}", "is {age}"], "city": ["lives in {city}", "comes from {city}", "has a house in {city}"],
+    "job": ["works as a {job}", "is a {job}"], "colour": ["likes {colour}", "has {colour} as favourite colour"], "pet": ["has a {pet}", "owns a {pet}"],
+}
+_JSON_ASK: Wordings = (
+    ["Answer in JSON with {k}.", "Give me a JSON object with {k}.", "As JSON with {k}, please.", "Write it as JSON with {k}.", "Turn this into JSON with the keys {k}.",
+     "Make JSON from it, with the keys {k}.", "Put that into a JSON object with {k}.", "JSON with {k}, please.", "I need this as JSON: {k}.", "Return JSON with {k}.",
+     "Output a JSON object with the keys {k}.", "Reply in JSON ({k}).", "Extract {k} as JSON.", "Show me that as a JSON object with {k}."],
+    ["Write that as JSON with {k}.", "Please answer with a JSON object with the keys {k}.", "Convert it to JSON with {k}."],
+)
 
 
 def json_answer(rng: random.Random, test: bool) -> Turn:
-    keys, wordings = rng.choice(_SHAPES)
     country = rng.choice(p.COUNTRIES)
     colours = rng.sample(p.COLOURS, rng.randint(2, 4))
     values: dict[str, Any] = {
-        "name": p.name(rng, test), "age": rng.randint(5, 95), "city": p.name(rng, test), "item": rng.choice(p.NOUNS),
-        "price": p.number(rng, test, 2, 9999), "country": country, "capital": p.CAPITALS[country], "colours": colours,
+        "name": p.name(rng, test), "age": rng.randint(5, 95), "city": p.name(rng, test), "job": rng.choice(p.JOBS), "colour": rng.choice(p.COLOURS),
+        "pet": rng.choice(p.ANIMALS), "item": rng.choice(p.NOUNS), "price": p.number(rng, test, 2, 9999), "country": country,
+        "capital": p.CAPITALS[country], "colours": colours,
     }
-    user = pick(rng, wordings, test).format(**values, list=", ".join(colours))
+    r = rng.random()
+    if r < 0.55:
+        others = rng.sample(list(_CLAUSES), rng.randint(1, 3))
+        keys = ["name", *others]
+        if rng.random() < 0.3:
+            rng.shuffle(keys)
+        if rng.random() < 0.2:
+            text = ", ".join(f"{cap(k)}: {{{k}}}" for k in ["name", *others]) + "."
+        else:
+            clauses = [rng.choice(_CLAUSES[k]) for k in others]
+            text = "{name} " + (clauses[0] if len(clauses) == 1 else ", ".join(clauses[:-1]) + " and " + clauses[-1]) + "."
+    elif r < 0.7:
+        keys = ["item", "price"]
+        text = rng.choice(["The {item} costs {price} coins.", "A {item} costs {price} coins.", "Buy a {item} for {price} coins.", "{item}, {price} coins.",
+                           "The price of the {item} is {price} coins.", "I paid {price} coins for the {item}."])
+    elif r < 0.85:
+        keys = ["country", "capital"]
+        text = rng.choice(["What is the capital of {country}?", "The country is {country}.", "Country: {country}.", "Tell me about {country} and its capital.",
+                           "Which city is the capital of {country}?", "{country}."])
+    else:
+        keys = ["colours"]
+        text = rng.choice(["I like {list}.", "My colours are {list}.", "{list}.", "The flag is {list}.", "We painted it {list}."])
+    names = keys[0] if len(keys) == 1 else ", ".join(keys[:-1]) + rng.choice([" and ", ", "]) + keys[-1]
+    wanted = pick(rng, _JSON_ASK, test).replace("{k}", "a list named colours" if keys == ["colours"] else names)
+    text = text.format(**values, list=", ".join(colours))
+    user = f"{text} {wanted}" if rng.random() < 0.7 else f"{wanted} {text}"
     value = {k: values[k] for k in keys}
     return Turn(articles(user), json.dumps(value, ensure_ascii=False), {"type": "json", "value": value})
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pools as p
-from tasks import Turn, Wordings, pick
+from tasks import Turn
+from wording import Wordings, ask, cap, order
 
 _WEATHER = ["sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "stormy", "clear"]
 _TEXTS = ["see you soon", "the meeting is at noon", "I will be late", "please call me", "dinner is ready", "happy birthday",
@@ -79,13 +80,14 @@ def _table(rng: random.Random, test: bool) -> tuple[Args, Any, str]:
 KNOWN: dict[str, tuple[dict[str, Any], Maker, Wordings]] = {
     "get_weather": (schema("get_weather", "Weather of a city", city="string"), _weather, (
         ["What is the weather in {city}?", "How is the weather in {city}?", "Weather in {city}?", "Is it cold in {city}?", "Tell me the weather in {city}.",
-         "What's the weather like in {city}?", "Do I need an umbrella in {city}?"],
+         "What's the weather like in {city}?", "Do I need an umbrella in {city}?", "How warm is it in {city}?", "Is it warm in {city} today?", "How cold is it in {city} now?", "Does it rain in {city}?",
+         "What is it like outside in {city}?"],
         ["Can you check the weather in {city}?", "How warm is it in {city} now?"])),
     "get_time": (schema("get_time", "Local time of a city", city="string"), _time, (
         ["What time is it in {city}?", "Time in {city}?", "Tell me the time in {city}.", "What is the time in {city} now?", "How late is it in {city}?"],
         ["Can you check the time in {city}?", "I need the local time in {city}."])),
     "multiply": (schema("multiply", "Multiplies two numbers", a="integer", b="integer"), _calc, (
-        ["What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?", "Calculate {a} times {b}.", "How much is {a} x {b}?"],
+        ["What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?", "Calculate {a} times {b}.", "How much is {a} x {b}?", "Multiply {a} and {b}.", "Please multiply {a} by {b}.", "Can you multiply {a} with {b}?", "How much do I get for {a} times {b}?"],
         ["Please multiply {a} and {b}.", "What do I get for {a} times {b}?"])),
     "send_message": (schema("send_message", "Sends a text message", to="string", text="string"), _message, (
         ["Send a message to {to}: {text}", "Write to {to}: {text}", "Tell {to}: {text}", "Text {to} this: {text}", "Message for {to}: {text}"],
@@ -97,7 +99,7 @@ KNOWN: dict[str, tuple[dict[str, Any], Maker, Wordings]] = {
         ["Where is my order {order_id}?", "What is the state of order {order_id}?", "Check order {order_id}.", "Has order {order_id} been sent?", "Order {order_id}?"],
         ["Can you look up order {order_id}?", "Please find my order, number {order_id}."])),
     "find_phone": (schema("find_phone", "Finds a phone number", name="string"), _phone, (
-        ["Find the phone number of {name}.", "I need {name}'s phone number.", "Look up the phone number of {name}.", "What number does {name} have? Look it up."],
+        ["Find the phone number of {name}.", "Search for the number of {name}.", "Look for {name} in the phone book.", "Search {name}'s number in the phone book.", "How can I call {name}?", "I need {name}'s phone number.", "Look up the phone number of {name}.", "What number does {name} have? Look it up."],
         ["Can you find the phone number of {name}?", "Search the phone book for {name}."])),
     "set_light": (schema("set_light", "Turns a light on or off", room="string", on="boolean"), _light, (
         ["Turn {onoff} the light in the {room}.", "Light {onoff} in the {room}.", "Switch {onoff} the light in the {room}.", "The light in the {room}: {onoff}, please."],
@@ -106,6 +108,25 @@ KNOWN: dict[str, tuple[dict[str, Any], Maker, Wordings]] = {
         ["Book a table at {restaurant} for {people} people on {day}.", "A table for {people} at {restaurant} on {day}, please.",
          "Reserve a table at {restaurant}, {people} people, {day}."],
         ["Please reserve a table for {people} people at {restaurant} on {day}."])),
+}
+
+
+PHRASES = {
+    "get_weather": ["the weather in {city}", "the weather of {city}", "today's weather in {city}", "the temperature in {city}", "the weather for {city}"],
+    "get_time": ["the time in {city}", "the local time in {city}", "the time of day in {city}", "the clock time in {city}"],
+    "multiply": ["{a} times {b}", "the product of {a} and {b}", "{a} * {b}", "{a} multiplied by {b}", "the result of {a} x {b}"],
+    "get_order": ["the state of order {order_id}", "the state of my order {order_id}", "the status of order number {order_id}", "order {order_id}", "news about order {order_id}"],
+    "find_phone": ["the phone number of {name}", "{name}'s phone number", "the number of {name}", "the telephone number of {name}"],
+}
+ORDERS = {
+    "send_message": ["send a message to {to}: {text}", "write to {to}: {text}", "send {to} this message: {text}", "tell {to} this: {text}", "text {to}: {text}",
+                     "send {to} the words: {text}"],
+    "set_timer": ["set a timer for {minutes} minutes", "start a timer of {minutes} minutes", "wake me in {minutes} minutes", "set the timer to {minutes} minutes",
+                  "start the timer with {minutes} minutes"],
+    "set_light": ["turn {onoff} the light in the {room}", "switch {onoff} the light of the {room}", "turn the light in the {room} {onoff}", "switch the light {onoff} in the {room}",
+                  "turn {onoff} the {room} light"],
+    "book_table": ["book a table at {restaurant} for {people} people on {day}", "reserve a table for {people} at {restaurant} on {day}",
+                   "get a table at {restaurant} on {day} for {people} people", "on {day}, book a table for {people} people at {restaurant}"],
 }
 
 
@@ -125,10 +146,6 @@ def invented(rng: random.Random, test: bool) -> tuple[dict[str, Any], Maker, Wor
         [f"What is the {prop} of {noun} {{{noun}}}?", f"{cap(verb)} the {prop} of {noun} {{{noun}}}.", f"Tell me the {prop} of {noun} {{{noun}}}."],
         [f"Can you look up the {prop} of {noun} {{{noun}}}?"])
     return schema(name, f"The {prop} of a {noun}", **{noun: kind}), make, wordings
-
-
-def cap(text: str) -> str:
-    return text[0].upper() + text[1:]
 
 
 def literal(value: Any) -> str:
@@ -167,13 +184,23 @@ class Toolbox:
         rng.shuffle(self.entries)
         self.schemas = [vary(rng, e[0]) for e in self.entries]
 
+    def _wording(self, name: str, special: Wordings, args: list[str]) -> str:
+        rng = self.rng
+        if name in ORDERS:
+            return order(rng, self.test, ORDERS[name], special)
+        phrases = PHRASES.get(name)
+        if phrases is None:
+            _, noun, prop = name.split("_")
+            phrases = [f"the {prop} of {noun} {{{args[0]}}}", f"the {prop} of the {noun} {{{args[0]}}}", f"{noun} {{{args[0]}}}'s {prop}"]
+        return ask(rng, self.test, phrases, special)
+
     def turn(self) -> Turn:
         rng = self.rng
         tool, make, wordings = rng.choice(self.entries)
         name = tool["function"]["name"]
         args, result, answer = make(rng, self.test)
         calls, results, answers = [(name, args)], [result], [answer]
-        user = pick(rng, wordings, self.test).format(**args, onoff="on" if args.get("on") else "off")
+        user = self._wording(name, wordings, list(args)).format(**args, onoff="on" if args.get("on") else "off")
         if name in ("get_weather", "get_time") and rng.random() < 0.2:
             what = "weather" if name == "get_weather" else "time"
             args, result, answer = make(rng, self.test)

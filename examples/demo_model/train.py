@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from model import Demo, Shape, config, to_published
-from safetensors.torch import save_file
+from model import Demo, Shape, config, load_published, to_published
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -164,6 +164,7 @@ def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("--base", type=Path, required=True, help="directory with the tokenizer files")
     ap.add_argument("--out", type=Path, required=True)
+    ap.add_argument("--init", type=Path, help="start from this checkpoint's weights")
     ap.add_argument("--steps", type=int, default=6000)
     ap.add_argument("--seconds", type=float, default=1e9, help="stop by then, with the learning rate fully decayed")
     ap.add_argument("--short", type=int, nargs=2, default=(192, 512), help="rows and length of the short micro-batch")
@@ -176,14 +177,14 @@ def main() -> None:
     ap.add_argument("--eager", action="store_true", help="no torch.compile (small runs on a CPU)")
     args = ap.parse_args()
     begin = time.time()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    spawn = mp.get_context("spawn")
-    queues = [spawn.Queue(6) for _ in range(args.workers)]
-    workers = [spawn.Process(target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q), daemon=True)
+    fork = mp.get_context("fork")       # before CUDA starts; the workers never touch it
+    queues = [fork.Queue(6) for _ in range(args.workers)]
+    workers = [fork.Process(target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q), daemon=True)
                for i, q in enumerate(queues)]
     for process in workers:
         process.start()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     ready: queue.Queue[list[Tensor]] = queue.Queue(4)
 
     def feed() -> None:
@@ -197,7 +198,10 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     torch.set_float32_matmul_precision("high")
-    model = Demo(Shape()).to(device)
+    model = Demo(Shape())
+    if args.init is not None:
+        load_published(model, load_file(args.init / "model.safetensors"))
+    model.to(device)
     print("parameters", sum(p.numel() for p in model.parameters()), flush=True)
     matrices = {"conv_in", "conv_out", "q", "k", "v", "o", "d1", "d2", "d3", "e1", "e2", "e3"}
     muon = Muon([p for n, p in model.named_parameters() if n in matrices])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import config, get_num_threads, set_num_threads
+from numba import config
 from numpy.typing import NDArray
 
 from ..batch import PAGE_ROWS, RING_ROWS, Batch, SampleResult, SampleRows
@@ -19,23 +20,25 @@ from . import moe as _moe
 from . import norm as _norm
 from . import rope as _rope
 from . import sample as _sample
+from .team import Team, team
 
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]
 HEAD = _rope.HEAD
 
-# One parallel kernel at a time in the process: Numba's workqueue layer aborts the process on two.
-_team = threading.RLock()
+_lock = threading.RLock()  # one kernel at a time in the process: a team has one caller
 
 
-def _new_team() -> None:
-    global _team
-    _team = threading.RLock()
+def _new_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_new_team)
+if hasattr(os, "register_at_fork"):  # not on Windows, which can't fork
+    os.register_at_fork(after_in_child=_new_lock)
 
-_SERIAL_VALUES = 1 << 15  # elementwise work below this many values isn't worth waking other threads
+_PART_VALUES = 1 << 15  # elementwise work is cut into parts of no fewer values
+_PARTS_PER_THREAD = 4  # so that a thread that was held up leaves its share to the others
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class CpuBackend:
     `dtype` "bfloat16" rounds each operation's result to bf16 (held in float32 arrays) where the reference
     implementation does, and keeps K/V and convolution inputs as bf16 bits; "float32" rounds nothing. `threads` is at
     most Numba's NUMBA_NUM_THREADS, which is also the default. Weights are uint16 arrays of bf16 bits [out, in], in a
-    multiple of 16; norm and convolution weights are float32 (see `norm_weight`). Activations are float32 [rows, features],
-    C-contiguous. Safe to call from several threads; calls run one after another.
+    multiple of 16, best in arrays that NumPy allocated (it asks for huge pages); norm and convolution weights are
+    float32 (see `norm_weight`). Activations are float32 [rows, features], C-contiguous. Safe to call from several
+    threads; calls run one after another.
     """
 
     name = "cpu"
@@ -102,6 +106,10 @@ class CpuBackend:
         cos, sin = _rope.rope_tables(theta, max_position)
         return (_round_bf16(cos), _round_bf16(sin)) if self._bf16 else (cos, sin)
 
+    @property
+    def _team(self) -> Team:
+        return team(self.threads)
+
     def _space(self, name: str, shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> NDArray[Any]:
         """Scratch that is kept between calls and grows; only for use inside one call."""
         size = int(np.prod(shape))
@@ -111,38 +119,37 @@ class CpuBackend:
         return buffer[:size].reshape(shape)
 
     def _parts(self, values: int) -> int:
-        """How many parts to cut elementwise work on `values` values into."""
-        return 1 if values < _SERIAL_VALUES else self.threads
-
-    def _use_threads(self) -> None:
-        if get_num_threads() != self.threads:
-            set_num_threads(self.threads)
+        """How many parts to cut work on `values` values into; wakes the team if there are several."""
+        parts = min(values // _PART_VALUES, self.threads * _PARTS_PER_THREAD)
+        if parts < 2 or self.threads == 1:
+            return 1
+        self._team.wake()
+        return parts
 
     # --------------------------------------------------------------------------------------------------- operations
 
     def embed(self, tokens: NDArray[np.int32], weight: Bits) -> Floats:
         """Rows of the embedding [V, H]; tokens must be in [0, V)."""
         out = np.empty((len(tokens), weight.shape[1]), np.float32)
-        with _team:
-            self._use_threads()
-            _norm.embed(tokens, weight, out, self._parts(out.size))
+        with _lock:
+            _norm.embed(self._team.state, tokens, weight, out, self._parts(out.size))
         return out
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         """r(w * r(x / sqrt(mean(x**2) + eps)))."""
         out = np.empty_like(x)
-        with _team:
-            self._use_threads()
-            _norm.rms_norm(x, weight, np.float32(eps), out, self._bf16, self._parts(x.size))
+        with _lock:
+            _norm.rms_norm(self._team.state, x, weight, np.float32(eps), out, self._bf16, self._parts(x.size))
         return out
 
     def linear(self, x: Floats, weight: Bits, residual: Floats | None = None) -> Floats:
         """r(x wT) [R, N], or r(residual + r(x wT))."""
         out = np.empty((x.shape[0], weight.shape[0]), np.float32)
-        with _team:
-            self._use_threads()
+        with _lock:
             add = residual is not None
-            _linear.linear(x, weight, residual if add else out, add, out, self._bf16, self._product_parts(weight))
+            _linear.linear(
+                self._team.state, x, weight, residual if add else out, add, out, self._bf16, self._product_parts(weight)
+            )
         return out
 
     def _product_parts(self, weight: Bits) -> int:
@@ -154,9 +161,9 @@ class CpuBackend:
         Inputs before a segment come from the ring's `layer` and the segment's slot; before position 0 they are zero.
         """
         out = np.empty((bcx.shape[0], conv_weight.shape[0]), np.float32)
-        with _team:
-            self._use_threads()
+        with _lock:
             _conv.short_conv(
+                self._team.state,
                 bcx,
                 conv_weight,
                 ring,
@@ -169,6 +176,29 @@ class CpuBackend:
                 self._parts(bcx.size),
             )
         return out
+
+    def conv_taps(
+        self, bcx: Floats, ring: NDArray[Any], layer: int, batch: Batch, rows: NDArray[np.int32], taps: NDArray[Any]
+    ) -> None:
+        """Copy the convolution's state after each of `rows` [T] to taps [>= T, layers, 2, H]: the inputs of the row's
+        predecessor and of the row itself. Before `short_conv`, which overwrites the ring."""
+        _conv.conv_taps(
+            bcx,
+            ring,
+            layer,
+            batch.positions,
+            batch.row_segment,
+            batch.seg_start,
+            batch.seg_slot,
+            rows,
+            taps,
+            self._bf16,
+        )
+
+    def copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8], plan: Sequence[tuple[int, int, int]]) -> None:
+        """Copy bytes; plan: (offset in source, offset in target, bytes) of each run."""
+        for start, place, size in plan:
+            target[place : place + size] = source[start : start + size]
 
     def attention_inputs(
         self,
@@ -186,9 +216,9 @@ class CpuBackend:
     ) -> Floats:
         """Queries [R, heads * 64] normed and rotated; the rows' keys and values are written to the cache's `layer`."""
         q = np.empty((qkv.shape[0], heads * HEAD), np.float32)
-        with _team:
-            self._use_threads()
+        with _lock:
             _rope.attention_inputs(
+                self._team.state,
                 qkv,
                 q_norm,
                 k_norm,
@@ -211,10 +241,10 @@ class CpuBackend:
     def attention(self, q: Floats, kv: KVCache, layer: int, batch: Batch, heads: int, kv_heads: int) -> Floats:
         """Causal attention [R, heads * 64] of each row over the cached positions [0, its own] of its stream."""
         out = np.empty((q.shape[0], heads * HEAD), np.float32)
-        with _team:
-            self._use_threads()
+        with _lock:
             work = q.size * (int(batch.positions.max()) + 1)
             _attention.attention(
+                self._team.state,
                 q,
                 kv.data.reshape(-1),
                 (kv.data.shape[1], kv_heads),
@@ -232,10 +262,9 @@ class CpuBackend:
     def swiglu(self, x: Floats, w13: Bits, w2: Bits, residual: Floats) -> Floats:
         """r(residual + r(w2 r(r(silu(w1 x)) * r(w3 x)))); w13 [2F, H] holds w1's rows, then w3's."""
         out = np.empty_like(residual)
-        with _team:
-            self._use_threads()
+        with _lock:
             act = self._space("act", (x.shape[0], w2.shape[1]))
-            _linear.swiglu(x, w13, w2, residual, act, out, self._bf16, self._product_parts(w2))
+            _linear.swiglu(self._team.state, x, w13, w2, residual, act, out, self._bf16, self._product_parts(w2))
         return out
 
     def moe_route(
@@ -266,9 +295,9 @@ class CpuBackend:
         ids, weights = self.moe_route(x, gate, expert_bias, top_k, norm_topk, scaling)
         out = np.empty_like(residual)
         copies = x.shape[0] * top_k
-        with _team:
-            self._use_threads()
+        with _lock:
             _moe.run_experts(
+                self._team.state,
                 x,
                 ids,
                 weights,
@@ -301,17 +330,19 @@ class CpuBackend:
             top_ids=np.full((count, best), -1, np.int32),
             top_logprobs=np.full((count, best), np.nan, np.float32),
         )
-        with _team:
-            self._use_threads()
-            parts = min(self.threads, count)
+        with _lock:
+            parts = self._parts_of_rows(count)
             controls = (
                 *(rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.repetition, rows.presence, rows.frequency),
                 *(rows.seed, rows.choice, rows.position, rows.slot, rows.top_n),
             )
-            lists = (rows.bias_start, rows.bias_id, rows.bias_value, rows.ban_start, rows.ban_id)
+            lists = (
+                *(rows.bias_start, rows.bias_id, rows.bias_value, rows.ban_start, rows.ban_id),
+                *(rows.ahead_start, rows.ahead_id),
+            )
             tables = (rows.prompt_seen, rows.output_count)
             scratch = (self._space("adjusted", (parts, width)), *self._sampling_space(parts, width))
-            _sample.sample(logits, controls, tables, lists, rows.vocab, scratch, tuple(result), parts)
+            _sample.sample(self._team.state, logits, controls, tables, lists, rows.vocab, scratch, tuple(result), parts)
         return result
 
     def token_logprobs(
@@ -326,13 +357,18 @@ class CpuBackend:
             np.full((count, best), -1, np.int32),
             np.full((count, best), np.nan, np.float32),
         )
-        with _team:
-            self._use_threads()
-            parts = min(self.threads, count)
+        with _lock:
+            parts = self._parts_of_rows(count)
             _sample.token_logprobs(
-                logits, targets, top_n, vocab, self._sampling_space(parts, width), result, parts
+                self._team.state, logits, targets, top_n, vocab, self._sampling_space(parts, width), result, parts
             )
         return result
+
+    def _parts_of_rows(self, rows: int) -> int:
+        parts = min(rows, self.threads)
+        if parts > 1:
+            self._team.wake()
+        return parts
 
     def _sampling_space(self, parts: int, width: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         return (

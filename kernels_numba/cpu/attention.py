@@ -7,13 +7,13 @@ position p sees exactly the keys [0, p], in the same tiles, as a prompt row and 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from ..batch import PAGE_ROWS
 from ..jit import device, kernel
 from .functions import exp, rounded
 from .rope import HEAD
 from .simd import LANES, keep_lanes, lane_max, lane_sum, larger, load, mix_tile, splat, store
+from .team import spread
 
 TILE = 64
 QUERIES = 16  # query vectors that share a tile of keys
@@ -88,7 +88,7 @@ def softmax_step(scores, m, seen, largest, totals, sums):
 
 @device
 def attend(q, row, rows, head, group, position, kv, layout, layer, pages, out, bf16, scratch):
-    """`rows` rows from `row` on, at consecutive positions from `position`, with the `group` query heads of one K/V head."""
+    """`rows` rows from `row` on, at positions from `position` on, with the `group` query heads of one K/V head."""
     queries, scores, totals, sums, largest, seen = scratch
     layers, kv_heads = layout
     heads = kv_heads * group
@@ -146,11 +146,11 @@ def attention_part(part, parts, q, kv, layout, layer, positions, seg_start, seg_
                 task += 1
 
 
-@kernel(parallel=True)
-def attention(q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16, parts):
+run_attention = spread(attention_part)
+
+
+@kernel
+def attention(team, q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16, parts):
     """softmax(q kT / 8) v of each row over its own stream's keys up to its position, rounded once."""
-    if parts == 1:
-        attention_part(np.int64(0), parts, q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16)
-    else:
-        for part in prange(parts):
-            attention_part(np.int64(part), parts, q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16)
+    arguments = (q, kv, layout, layer, positions, seg_start, seg_slot, page_table, out, bf16)
+    run_attention(team, parts, arguments)

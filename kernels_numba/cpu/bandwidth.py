@@ -7,27 +7,38 @@ import time
 import numba
 import numpy as np
 
-from kernels_numba.jit import kernel
+from ..jit import device, kernel
+from .linear import part_of
+from .team import spread, team
 
 
-@kernel(parallel=True)
-def _sum_blocks(words, partial):  # type: ignore[no-untyped-def]
-    block = words.size // partial.size
-    for b in numba.prange(partial.size):
-        mine = words[b * block : (b + 1) * block]  # a slice: its indices need no check, so the loop is vectorised
-        total = np.uint64(0)
-        for i in range(mine.size):
-            total += mine[i]
-        partial[b] = total
+@device
+def sum_part(part, parts, words, partial):
+    first, last = part_of(words.size, part, parts)
+    mine = words[first:last]  # a slice: its indices need no check, so the loop is vectorised
+    total = np.uint64(0)
+    for i in range(mine.size):
+        total += mine[i]
+    partial[part] = total
 
 
-def read_bandwidth(size: int = 1 << 30, repeats: int = 8) -> float:
+run_sums = spread(sum_part)
+
+
+@kernel
+def sum_words(team, words, partial):
+    run_sums(team, partial.size, (words, partial))
+
+
+def read_bandwidth(size: int = 1 << 30, repeats: int = 8, threads: int | None = None) -> float:
     """Bytes a second when all threads read `size` bytes once, in order (the best of `repeats`)."""
+    readers = team(numba.config.NUMBA_NUM_THREADS if threads is None else threads)
     words = np.ones(size // 8, np.uint64)
-    partial = np.empty(4 * numba.get_num_threads(), np.uint64)
+    partial = np.empty(4 * numba.config.NUMBA_NUM_THREADS, np.uint64)
     best = float("inf")
     for _ in range(repeats + 1):  # the first one compiles
         started = time.perf_counter()
-        _sum_blocks(words, partial)
+        readers.wake()
+        sum_words(readers.state, words, partial)
         best = min(best, time.perf_counter() - started)
     return words.nbytes / best

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from ..batch import RING_ROWS
 from ..jit import device, kernel
 from .functions import rounded
 from .simd import LANES, fma, load, splat, store
+from .team import spread
 
 
 @device
@@ -57,11 +57,25 @@ def conv_part(part, parts, bcx, weight, ring, layer, positions, seg_start, seg_s
                 store(ring, ring_at + position % RING_ROWS * hidden + at, u)
 
 
-@kernel(parallel=True)
-def short_conv(bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16, parts):
+run_conv = spread(conv_part)
+
+
+@kernel
+def short_conv(team, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16, parts):
     """r(C * r(w0 u[t-2] + w1 u[t-1] + w2 u[t])) with u = r(B x); bcx rows hold B, C, x; weight [hidden, 3]."""
-    if parts == 1:
-        conv_part(np.int64(0), parts, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16)
-    else:
-        for part in prange(parts):
-            conv_part(np.int64(part), parts, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16)
+    run_conv(team, parts, (bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16))
+
+
+@kernel
+def conv_taps(bcx, ring, layer, positions, row_segment, seg_start, seg_slot, rows, taps, bf16):
+    """The inputs u of each of `rows` and of the position before it, to taps [T, layers, 2, hidden]."""
+    hidden = ring.shape[3]
+    for tap in range(rows.size):
+        row, segment = np.int64(rows[tap]), row_segment[rows[tap]]
+        first = np.int64(seg_start[segment])
+        ring_at = (layer * ring.shape[1] + np.int64(seg_slot[segment])) * RING_ROWS * hidden
+        tap_at = (tap * ring.shape[0] + layer) * 2 * hidden
+        for at in range(0, hidden, LANES):
+            before = earlier_input(bcx, row, 1, first, np.int64(positions[row]), ring, ring_at, hidden, at, bf16)
+            store(taps, tap_at + at, before)
+            store(taps, tap_at + hidden + at, gated_input(bcx, row, hidden, at, bf16))

@@ -6,11 +6,11 @@ Every output is one accumulator over ascending k (see `simd.dot_tile`), so tile 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from ..jit import device, kernel
 from .functions import rounded, silu
 from .simd import dot_tile
+from .team import spread
 
 COLUMNS = 96  # outputs of a row computed between two epilogues; a multiple of every tile width
 CACHED_INPUTS = 1 << 17  # float32 values of x that stay in the second-level cache while weights stream past
@@ -22,9 +22,9 @@ def part_of(count, part, parts):
     return count * part // parts, count * (part + 1) // parts
 
 
-def _strip(rows: int, columns: int):
+def _strip(rows: int, columns: int, prefetch: bool):
     """Products of a block of at least rows x columns by tiles of that size; edge tiles overlap their neighbours."""
-    tile = dot_tile(rows, columns)
+    tile = dot_tile(rows, columns, prefetch)
 
     @device
     def strip(x, x_row, count, w, w_row, width, out, out_row, out_column):
@@ -41,20 +41,22 @@ def _strip(rows: int, columns: int):
     return strip
 
 
-_narrow = _strip(1, 1)
-_one = _strip(1, 8)
-_two = _strip(2, 8)
-_three = _strip(3, 8)
-_four = _strip(4, 6)
-_five = _strip(5, 4)
-_six = _strip(6, 4)
-_seven = _strip(7, 3)
-_eight = _strip(8, 3)
+# up to 24 accumulators and what a step loads fit 32 registers; one row reads weights fastest in two streams
+_narrow = _strip(1, 1, False)
+_one = _strip(1, 2, True)
+_two = _strip(2, 4, True)
+_three = _strip(3, 4, True)
+_four = _strip(4, 6, True)
+_five = _strip(5, 4, True)
+_six = _strip(6, 4, True)
+_seven = _strip(7, 3, True)
+_eight = _strip(8, 3, True)
+_many = _strip(4, 6, False)
 
 
 @device
 def product(x, x_row, count, w, w_row, width, out, out_row, out_column):
-    """out[out_row + m, out_column + n] = x[x_row + m] . w[w_row + n] for `count` rows and `width` weights, unrounded."""
+    """out[out_row + m, out_column + n] = x[x_row + m] . w[w_row + n] for `count` rows, `width` weights, unrounded."""
     if width < 8:
         _narrow(x, x_row, count, w, w_row, width, out, out_row, out_column)
     elif count == 1:
@@ -71,8 +73,10 @@ def product(x, x_row, count, w, w_row, width, out, out_row, out_column):
         _seven(x, x_row, count, w, w_row, width, out, out_row, out_column)
     elif count == 8:
         _eight(x, x_row, count, w, w_row, width, out, out_row, out_column)
-    elif count > 0:
+    elif count == 4:
         _four(x, x_row, count, w, w_row, width, out, out_row, out_column)
+    elif count > 8:
+        _many(x, x_row, count, w, w_row, width, out, out_row, out_column)
 
 
 @device
@@ -95,13 +99,12 @@ def linear_part(part, parts, x, row_start, row_stop, w, residual, add, out, bf16
                     out[m, n] = rounded(residual[m, n] + y, bf16) if add else y
 
 
-@kernel(parallel=True)
-def linear(x, w, residual, add, out, bf16, parts):
-    if parts == 1:
-        linear_part(np.int64(0), parts, x, 0, x.shape[0], w, residual, add, out, bf16)
-    else:
-        for part in prange(parts):
-            linear_part(np.int64(part), parts, x, 0, x.shape[0], w, residual, add, out, bf16)
+run_linear = spread(linear_part)
+
+
+@kernel
+def linear(team, x, w, residual, add, out, bf16, parts):
+    run_linear(team, parts, (x, 0, x.shape[0], w, residual, add, out, bf16))
 
 
 @device
@@ -123,14 +126,11 @@ def gate_up_part(part, parts, x, row_start, row_stop, w13, act, bf16):
                     act[row + m, column + n] = rounded(gate * rounded(up[m, n], bf16), bf16)
 
 
-@kernel(parallel=True)
-def swiglu(x, w13, w2, residual, act, out, bf16, parts):
+run_gate_up = spread(gate_up_part)
+
+
+@kernel
+def swiglu(team, x, w13, w2, residual, act, out, bf16, parts):
     """r(residual + r(w2 r(r(silu(w1 x)) * (w3 x)))), `act` [rows, features] is scratch."""
-    if parts == 1:
-        gate_up_part(np.int64(0), parts, x, 0, x.shape[0], w13, act, bf16)
-        linear_part(np.int64(0), parts, act, 0, x.shape[0], w2, residual, True, out, bf16)
-    else:
-        for part in prange(parts):
-            gate_up_part(np.int64(part), parts, x, 0, x.shape[0], w13, act, bf16)
-        for part in prange(parts):
-            linear_part(np.int64(part), parts, act, 0, x.shape[0], w2, residual, True, out, bf16)
+    run_gate_up(team, parts, (x, 0, x.shape[0], w13, act, bf16))
+    run_linear(team, parts, (act, 0, x.shape[0], w2, residual, True, out, bf16))

@@ -1,20 +1,20 @@
-"""Mixture of experts: sigmoid router with a selection bias, experts run grouped, outputs added in ascending expert id."""
+"""Mixture of experts: sigmoid router with a selection bias, experts run grouped, outputs added in ascending id."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from ..jit import device, kernel
 from .functions import rounded, sigmoid
 from .linear import gate_up_part, linear_part, part_of
 from .simd import LANES, load, splat, store
+from .team import spread
 
 EPSILON = np.float32(1e-6)
 ZERO = np.float32(0.0)
 
 
-@kernel(parallel=False)
+@kernel
 def route(logits, bias, has_bias, normalize, scaling, ids, weights, bf16):
     """Choose top_k experts a row from router logits [rows, experts]: largest sigmoid + bias, ties to the lower id.
 
@@ -79,11 +79,17 @@ def experts_up_part(part, parts, grouped, start, w13, act, bf16):
             gate_up_part(part, parts, grouped, start[e], start[e + 1], w13[e], act, bf16)
 
 
+run_experts_up = spread(experts_up_part)
+
+
 @device
 def experts_down_part(part, parts, act, start, w2, y, bf16):
     for e in range(w2.shape[0]):
         if start[e + 1] > start[e]:
             linear_part(part, parts, act, start[e], start[e + 1], w2[e], y, False, y, bf16)
+
+
+run_experts_down = spread(experts_down_part)
 
 
 @device
@@ -99,8 +105,11 @@ def combine_part(part, parts, y, place, weights, residual, out, bf16):
             store(out, row * hidden + at, rounded(load(residual, row * hidden + at) + rounded(total, bf16), bf16))
 
 
-@kernel(parallel=True)
-def run_experts(x, ids, weights, w13, w2, residual, grouped, act, y, out, bf16, parts):
+run_combine = spread(combine_part)
+
+
+@kernel
+def run_experts(team, x, ids, weights, w13, w2, residual, grouped, act, y, out, bf16, parts):
     """The chosen experts' SwiGLU of each row; an expert's weights are read once however many rows chose it.
 
     `grouped` and `y` [rows * top_k, hidden] and `act` [rows * top_k, features] are scratch.
@@ -108,14 +117,6 @@ def run_experts(x, ids, weights, w13, w2, residual, grouped, act, y, out, bf16, 
     start = np.empty(w13.shape[0] + 1, np.int64)
     place = np.empty(ids.shape, np.int64)
     group_by_expert(x, ids, w13.shape[0], start, place, grouped)
-    if parts == 1:
-        experts_up_part(np.int64(0), parts, grouped, start, w13, act, bf16)
-        experts_down_part(np.int64(0), parts, act, start, w2, y, bf16)
-        combine_part(np.int64(0), parts, y, place, weights, residual, out, bf16)
-    else:
-        for part in prange(parts):
-            experts_up_part(np.int64(part), parts, grouped, start, w13, act, bf16)
-        for part in prange(parts):
-            experts_down_part(np.int64(part), parts, act, start, w2, y, bf16)
-        for part in prange(parts):
-            combine_part(np.int64(part), parts, y, place, weights, residual, out, bf16)
+    run_experts_up(team, parts, (grouped, start, w13, act, bf16))
+    run_experts_down(team, parts, (act, start, w2, y, bf16))
+    run_combine(team, parts, (y, place, weights, residual, out, bf16))

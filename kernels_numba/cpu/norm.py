@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from ..jit import device, kernel
 from .functions import ONE, rounded
 from .linear import part_of
 from .simd import LANES, fma, lane_sum, load, splat, square_root, store
+from .team import spread
 
 
 @device
@@ -20,13 +20,12 @@ def embed_part(part, parts, tokens, weight, out):
             store(out, row * width + at, load(weight, np.int64(tokens[row]) * width + at))
 
 
-@kernel(parallel=True)
-def embed(tokens, weight, out, parts):
-    if parts == 1:
-        embed_part(np.int64(0), parts, tokens, weight, out)
-    else:
-        for part in prange(parts):
-            embed_part(np.int64(part), parts, tokens, weight, out)
+run_embed = spread(embed_part)
+
+
+@kernel
+def embed(team, tokens, weight, out, parts):
+    run_embed(team, parts, (tokens, weight, out))
 
 
 @device
@@ -51,11 +50,10 @@ def norm_part(part, parts, x, weight, eps, out, bf16):
             store(out, at + k, rounded(load(weight, k) * y, bf16))
 
 
-@kernel(parallel=True)
-def rms_norm(x, weight, eps, out, bf16, parts):
+run_norm = spread(norm_part)
+
+
+@kernel
+def rms_norm(team, x, weight, eps, out, bf16, parts):
     """r(w * r(x / rms(x))), the mean of squares in float32 (arXiv 1910.07467)."""
-    if parts == 1:
-        norm_part(np.int64(0), parts, x, weight, eps, out, bf16)
-    else:
-        for part in prange(parts):
-            norm_part(np.int64(part), parts, x, weight, eps, out, bf16)
+    run_norm(team, parts, (x, weight, eps, out, bf16))

@@ -1,9 +1,8 @@
-"""Rotary tables, and what stands between the q/k/v product and attention: q/k norm, rotation, the write to the cache."""
+"""Rotary tables, and what lies between the q/k/v product and attention: q/k norm, rotation, the write to the cache."""
 
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 from numpy.typing import NDArray
 
 from ..batch import PAGE_ROWS
@@ -12,13 +11,14 @@ from .functions import rounded
 from .linear import part_of
 from .norm import inverse_rms
 from .simd import LANES, load, splat, store, store_one
+from .team import spread
 
 HEAD = 64
 HALF = HEAD // 2
 
 
 def rope_tables(theta: float, max_position: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin [max_position, 32] of position * theta**(-2i/64), every step rounded to float32 (arXiv 2104.09864)."""
+    """cos and sin [max_position, 32] of position * theta**(-2i/64), each step rounded to float32 (arXiv 2104.09864)."""
     exponent = np.arange(0, HEAD, 2, dtype=np.float32) / np.float32(HEAD)
     inverse = np.float32(1.0) / np.power(np.float64(theta), exponent.astype(np.float64)).astype(np.float32)
     angle = np.arange(max_position, dtype=np.float32)[:, None] * inverse[None, :]
@@ -39,7 +39,23 @@ def head_norm_rope(qkv, at, weight, eps, cos, sin, position, out, out_at, bf16):
 
 @device
 def inputs_part(
-    part, parts, qkv, q_norm, k_norm, eps, cos, sin, kv, layout, layer, positions, segments, seg_slot, page_table, q, bf16
+    part,
+    parts,
+    qkv,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    kv,
+    layout,
+    layer,
+    positions,
+    segments,
+    seg_slot,
+    page_table,
+    q,
+    bf16,
 ):
     layers, kv_heads = layout
     heads = q.shape[1] // HEAD
@@ -66,33 +82,32 @@ def inputs_part(
                 store(kv, values + i, load(qkv, source + kv_heads * HEAD + i))
 
 
-@kernel(parallel=True)
+run_inputs = spread(inputs_part)
+
+
+@kernel
 def attention_inputs(
-    qkv, q_norm, k_norm, eps, cos, sin, kv, layout, layer, positions, segments, seg_slot, page_table, q, bf16, parts
+    team,
+    qkv,
+    q_norm,
+    k_norm,
+    eps,
+    cos,
+    sin,
+    kv,
+    layout,
+    layer,
+    positions,
+    segments,
+    seg_slot,
+    page_table,
+    q,
+    bf16,
+    parts,
 ):
     """q [rows, heads * 64] normed and rotated; the rows' keys (normed, rotated) and values go to the cache."""
-    if parts == 1:
-        inputs_part(
-            np.int64(0), parts, qkv, q_norm, k_norm, eps, cos, sin, kv, layout, layer, positions, segments, seg_slot, page_table, q, bf16
-        )
-    else:
-        for part in prange(parts):
-            inputs_part(
-                np.int64(part),
-                parts,
-                qkv,
-                q_norm,
-                k_norm,
-                eps,
-                cos,
-                sin,
-                kv,
-                layout,
-                layer,
-                positions,
-                segments,
-                seg_slot,
-                page_table,
-                q,
-                bf16,
-            )
+    arguments = (
+        *(qkv, q_norm, k_norm, eps, cos, sin, kv, layout, layer),
+        *(positions, segments, seg_slot, page_table, q, bf16),
+    )
+    run_inputs(team, parts, arguments)

@@ -4,11 +4,11 @@ comes first everywhere."""
 from __future__ import annotations
 
 import numpy as np
-from numba import prange
 
 from ..jit import device, kernel
 from .functions import ONE, ZERO, exp
 from .linear import part_of
+from .team import spread
 
 MINUS_INFINITY = np.float32(-np.inf)
 NAN = np.float32(np.nan)
@@ -39,7 +39,7 @@ def uniform(seed, choice, position):
     return np.float64(((high << SHIFT_32) | low) >> np.uint64(11)) * 2.0**-53
 
 
-@kernel(parallel=False)
+@kernel
 def random_words(counter, key, out):
     out[0], out[1], out[2], out[3] = philox(counter[0], counter[1], counter[2], counter[3], key[0], key[1])
 
@@ -139,14 +139,28 @@ def keep_from(keys, ids, count, cut, ties):
 
 
 @device
-def penalize(z, vocab, repetition, presence, frequency, seen, counts):
-    """Repetition penalty once for each token of prompt or output (arXiv 1909.05858), then OpenAI's two on the output."""
+def penalized(value, repetition, presence, frequency, count):
+    """Repetition penalty of a token of prompt or output (arXiv 1909.05858), then OpenAI's two for `count` in output."""
+    value = value / repetition if value > ZERO else value * repetition
+    if count > 0:
+        value = value - presence - frequency * np.float32(count)
+    return value
+
+
+@device
+def penalize(z, vocab, repetition, presence, frequency, seen, counts, ahead):
+    """Penalise every token once; `ahead` holds drafted tokens that count as output."""
+    before = np.empty(ahead.size, np.float32)
+    for i in range(ahead.size):
+        before[i] = z[ahead[i]]
     for i in range(vocab):
         if seen[i] or counts[i] > 0:
-            value = z[i] / repetition if z[i] > ZERO else z[i] * repetition
-            if counts[i] > 0:
-                value = value - presence - frequency * np.float32(counts[i])
-            z[i] = value
+            z[i] = penalized(z[i], repetition, presence, frequency, counts[i])
+    for i in range(ahead.size):
+        count = counts[ahead[i]]
+        for j in range(ahead.size):
+            count += ahead[j] == ahead[i]
+        z[ahead[i]] = penalized(before[i], repetition, presence, frequency, count)
 
 
 @device
@@ -217,7 +231,7 @@ def log_probabilities(logits, bits, p, keys, ids, vocab, token, top_n, top_ids, 
 def sample_part(part, parts, logits, rows, tables, lists, vocab, scratch, result):
     temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice, position, slot, top_n = rows
     prompt_seen, output_count = tables
-    bias_start, bias_id, bias_value, ban_start, ban_id = lists
+    bias_start, bias_id, bias_value, ban_start, ban_id, ahead_start, ahead_id = lists
     all_z, all_p, all_keys, all_ids = scratch
     z, p, keys, ids = all_z[part], all_p[part], all_keys[part], all_ids[part]
     bits = z.view(np.uint32)
@@ -234,11 +248,10 @@ def sample_part(part, parts, logits, rows, tables, lists, vocab, scratch, result
                 z[ban_id[i]] = MINUS_INFINITY
         if repetition[row] != ONE or presence[row] != ZERO or frequency[row] != ZERO:
             seen, counts = prompt_seen[slot[row]], output_count[slot[row]]
-            penalize(z, vocab, repetition[row], presence[row], frequency[row], seen, counts)
+            ahead = ahead_id[ahead_start[row] : ahead_start[row + 1]]
+            penalize(z, vocab, repetition[row], presence[row], frequency[row], seen, counts, ahead)
         random = uniform(seed[row], choice[row], position[row])
-        token[row] = draw(
-            z, bits, p, keys, ids, vocab, temperature[row], top_k[row], top_p[row], min_p[row], random
-        )
+        token[row] = draw(z, bits, p, keys, ids, vocab, temperature[row], top_k[row], top_p[row], min_p[row], random)
         if top_n[row] >= 0:
             raw = logits[row]
             logprob[row], rank[row] = log_probabilities(
@@ -246,14 +259,13 @@ def sample_part(part, parts, logits, rows, tables, lists, vocab, scratch, result
             )
 
 
-@kernel(parallel=True)
-def sample(logits, rows, tables, lists, vocab, scratch, result, parts):
+run_sample = spread(sample_part)
+
+
+@kernel
+def sample(team, logits, rows, tables, lists, vocab, scratch, result, parts):
     """logit_bias and bans, penalties, temperature, top_k, top_p, min_p, then one draw a row; see `SampleRows`."""
-    if parts == 1:
-        sample_part(np.int64(0), parts, logits, rows, tables, lists, vocab, scratch, result)
-    else:
-        for part in prange(parts):
-            sample_part(np.int64(part), parts, logits, rows, tables, lists, vocab, scratch, result)
+    run_sample(team, parts, (logits, rows, tables, lists, vocab, scratch, result))
 
 
 @device
@@ -277,10 +289,9 @@ def logprobs_part(part, parts, logits, targets, top_n, vocab, scratch, result):
         )
 
 
-@kernel(parallel=True)
-def token_logprobs(logits, targets, top_n, vocab, scratch, result, parts):
-    if parts == 1:
-        logprobs_part(np.int64(0), parts, logits, targets, top_n, vocab, scratch, result)
-    else:
-        for part in prange(parts):
-            logprobs_part(np.int64(part), parts, logits, targets, top_n, vocab, scratch, result)
+run_logprobs = spread(logprobs_part)
+
+
+@kernel
+def token_logprobs(team, logits, targets, top_n, vocab, scratch, result, parts):
+    run_logprobs(team, parts, (logits, targets, top_n, vocab, scratch, result))

@@ -19,6 +19,8 @@ from numba.core.datamodel import PrimitiveModel
 from numba.extending import intrinsic, lower_builtin, overload, register_model, type_callable
 
 LANES = 16
+AHEAD = 2048  # weights between the end of a tile and what it prefetches
+WEIGHT_LINE = 32  # weights in a cache line
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
 _I16 = ir.IntType(16)
@@ -73,6 +75,14 @@ def _call(builder: Any, name: str, *operands: Any) -> Any:
     return builder.call(function, operands)
 
 
+def _prefetch(builder: Any, pointer: Any) -> None:
+    """Ask for the cache line at `pointer`, which need not exist."""
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    read, keep, data = (ir.Constant(_I32, n) for n in (0, 3, 1))
+    builder.call(function, [builder.bitcast(pointer, ir.IntType(8).as_pointer()), read, keep, data])
+
+
 def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
 
@@ -121,7 +131,7 @@ def load(typingctx, array, offset):
 
 @intrinsic
 def store(typingctx, array, offset, value):
-    """Write lanes to flat element `offset` of a C-order array; a uint16 array gets bf16 bits (value already rounded)."""
+    """Write lanes to flat element `offset` of a C-order array; a uint16 array gets bf16 bits (of a rounded value)."""
 
     def codegen(context, builder, sig, args):
         pointer = _address(context, builder, sig.args[0], args[0], args[1])
@@ -209,7 +219,7 @@ def keep_lanes(typingctx, value, count, other):
     return vec16(vec16, types.int64, vec16), codegen
 
 
-# ----------------------------------------------------- the same operations on a float32 and on lanes, with the same bits
+# ---------------------------------------------------- the same operations on a float32 and on lanes, with the same bits
 
 
 def _elementwise(count, emit):
@@ -298,18 +308,21 @@ def _constant_like(x, value):
 
 
 @cache
-def dot_tile(rows: int, columns: int):
+def dot_tile(rows: int, columns: int, prefetch: bool):
     """Intrinsic for `rows` x `columns` products x[i + m] . w[j + n], written to out[p + m, q + n].
 
     `tile(x, i, w, j, out, p, q)` with x float32 [*, K], w bf16 bits [*, K], K a multiple of 16, out float32.
     Each product has one accumulator of 16 lanes that takes k in ascending order, 16 at a time, one fused multiply-add
-    each, and then the fixed lane tree: the same bits for every tile shape.
+    each, and then the fixed lane tree: the same bits for every tile shape. `prefetch` asks in order for the weights
+    that follow the tile, which pays where the tile is the only reader of its weights.
     """
 
     @intrinsic
     def tile(typingctx, x, i, w, j, out, p, q):
         def codegen(context, builder, sig, args):
-            x_array, w_array, out_array = (context.make_array(sig.args[n])(context, builder, args[n]) for n in (0, 2, 4))
+            x_array, w_array, out_array = (
+                context.make_array(sig.args[n])(context, builder, args[n]) for n in (0, 2, 4)
+            )
             depth = builder.extract_value(w_array.shape, 1)
             x_rows = [builder.add(args[1], ir.Constant(args[1].type, m)) for m in range(rows)]
             x_base = [builder.gep(x_array.data, [builder.mul(row, depth)], inbounds=True) for row in x_rows]
@@ -323,12 +336,16 @@ def dot_tile(rows: int, columns: int):
             k = builder.phi(depth.type)
             k.add_incoming(zero, before)
             sums = [[builder.phi(_VEC) for _ in range(columns)] for _ in range(rows)]
+            w_lanes = [_load_lanes(builder, builder.gep(base, [k], inbounds=True), types.uint16) for base in w_base]
             x_lanes = [_load_lanes(builder, builder.gep(base, [k], inbounds=True), types.float32) for base in x_base]
-            next_sums = [[None] * columns for _ in range(rows)]
-            for n in range(columns):
-                lanes = _load_lanes(builder, builder.gep(w_base[n], [k], inbounds=True), types.uint16)
-                for m in range(rows):
-                    next_sums[m][n] = _call(builder, "fma", x_lanes[m], lanes, sums[m][n])
+            next_sums = [
+                [_call(builder, "fma", x, w, sums[m][n]) for n, w in enumerate(w_lanes)] for m, x in enumerate(x_lanes)
+            ]
+            if prefetch:
+                place = builder.mul(builder.add(k, depth), ir.Constant(depth.type, columns))
+                for line in range(0, columns * LANES, WEIGHT_LINE):
+                    far = builder.add(place, ir.Constant(depth.type, AHEAD + line))
+                    _prefetch(builder, builder.gep(w_base[0], [far]))
             next_k = builder.add(k, step)
             k.add_incoming(next_k, loop)
             nothing = ir.Constant(_VEC, [0.0] * LANES)
@@ -387,7 +404,9 @@ def mix_tile(rows: int, vectors: int, fresh: bool):
             number = args[5].type
 
             def place(base, stride, m, extra):
-                return builder.gep(base, [builder.add(builder.mul(stride, ir.Constant(number, m)), extra)], inbounds=True)
+                return builder.gep(
+                    base, [builder.add(builder.mul(stride, ir.Constant(number, m)), extra)], inbounds=True
+                )
 
             places = [
                 [place(out_base, args[8], m, ir.Constant(number, LANES * c)) for c in range(vectors)]

@@ -35,16 +35,9 @@ from .scalar import (
 from .unroll import registers, static, unrolled
 
 if not SIMULATED:
-    from .tiles import (
-        copies_end_group,
-        copies_wait_all,
-        copies_wait_but_1,
-        copy_async_or_zero,
-        load_tiles,
-        load_tiles_transposed,
-        mma,
-        shared_address,
-    )
+    from .ptx import cp_async_16_or_zero, cp_async_commit, cp_async_wait, ldmatrix_x4, ldmatrix_x4_transposed, mma, shared_address
+
+    wait_all_copies, wait_all_but_newest = cp_async_wait(0), cp_async_wait(1)
 
 RANGE = 128
 RANGES_A_PAGE = PAGE_ROWS // RANGE
@@ -86,8 +79,8 @@ def range_partial(q: 16, keys, values, first, second, lane):
     scores = registers(64, ZERO)
     for n in static(16):
         b = registers(8)
-        b[0], b[1], b[2], b[3] = load_tiles(np.uint32(key + np.uint32(1024 * n)))
-        b[4], b[5], b[6], b[7] = load_tiles(np.uint32(np.uint32(key ^ np.uint32(64)) + np.uint32(1024 * n)))
+        b[0], b[1], b[2], b[3] = ldmatrix_x4(np.uint32(key + np.uint32(1024 * n)))
+        b[4], b[5], b[6], b[7] = ldmatrix_x4(np.uint32(np.uint32(key ^ np.uint32(64)) + np.uint32(1024 * n)))
         for k in static(4):
             scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3] = mma(
                 q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3], b[2 * k], b[2 * k + 1],
@@ -129,7 +122,7 @@ def range_partial(q: 16, keys, values, first, second, lane):
             a[i] = pack(scores[8 * j + 2 * i], scores[8 * j + 2 * i + 1])
         for c in static(4):
             b = registers(4)
-            b[0], b[1], b[2], b[3] = load_tiles_transposed(
+            b[0], b[1], b[2], b[3] = ldmatrix_x4_transposed(
                 np.uint32(np.uint32(value ^ np.uint32(32 * c)) + np.uint32(2048 * j))
             )
             for i in static(2):
@@ -221,11 +214,11 @@ def attention_rows(
                 piece = np.int32(thread + np.int32(256 * i))
                 size = np.uint32(16) if np.int32(piece >> np.int32(3)) <= seen else zero
                 at = np.uint32(piece * np.int32(16))
-                copy_async_or_zero(np.uint32(stage + at), np.uint64(keys + np.uint64(at)), size)
-                copy_async_or_zero(np.uint32(stage + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size)
-        copies_end_group()
+                cp_async_16_or_zero(np.uint32(stage + at), np.uint64(keys + np.uint64(at)), size)
+                cp_async_16_or_zero(np.uint32(stage + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size)
+        cp_async_commit()
         if step >= 0:
-            copies_wait_but_1()
+            wait_all_but_newest()
             cuda.syncthreads()
             start = np.int32(np.int32(step) * np.int32(RANGE))
             if start <= warp_end:
@@ -334,20 +327,20 @@ def attention_ranges(
             piece = np.int32(lane + np.int32(32 * i))
             size = np.uint32(16) if np.int32(piece >> np.int32(3)) <= seen else zero
             at = np.uint32(piece * np.int32(16))
-            copy_async_or_zero(np.uint32(base + at), np.uint64(keys + np.uint64(at)), size)
+            cp_async_16_or_zero(np.uint32(base + at), np.uint64(keys + np.uint64(at)), size)
         for i in static(32):
             piece = np.int32(lane + np.int32(32 * i))
             size = np.uint32(16) if np.int32(piece >> np.int32(3)) <= seen else zero
             at = np.uint32(piece * np.int32(16))
-            copy_async_or_zero(np.uint32(base + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size)
-        copies_end_group()
+            cp_async_16_or_zero(np.uint32(base + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size)
+        cp_async_commit()
         exists = line < group
         source = (np.int64(row) * heads + head * group + line) * 32 + column
         parts = registers(16, zero)
         for k in static(4):
             for i in static(2):
                 parts[4 * k + 2 * i] = q[source + (8 * k + 4 * i)] if exists else zero
-        copies_wait_all()
+        wait_all_copies()
         cuda.syncwarp()
         limit = seen if exists else np.int32(NOBODY)
         sums = registers(32)

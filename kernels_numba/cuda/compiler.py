@@ -11,11 +11,14 @@ Machine code is cached on disk under a digest of the package's sources, the comp
 from __future__ import annotations
 
 import hashlib
+import importlib
 import logging
+import multiprocessing
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -87,9 +90,13 @@ class Kernel:
         cubin, report = _assemble(self.name, self.ptx(architecture), architecture)
         return cubin, _usage(self, report)
 
+    def cached(self, architecture: str) -> Path:
+        """Where the disk cache keeps its machine code."""
+        return _cache_directory() / f"{self.name}-{architecture}-{_stamp()}.cubin"
+
     def cubin(self, architecture: str) -> bytes:
         """Machine code from the cache on disk, compiled if it isn't there."""
-        path = _cache_directory() / f"{self.name}-{architecture}-{_stamp()}.cubin"
+        path = self.cached(architecture)
         try:
             return path.read_bytes()
         except FileNotFoundError:
@@ -137,6 +144,24 @@ def kernel(
     return decorate
 
 
+def prepare(kernels: Iterable[Kernel], architecture: str) -> None:
+    """Compile those kernels that the disk cache lacks, several at a time in processes of their own."""
+    missing = [made for made in kernels if not made.cached(architecture).exists()]
+    workers = min(len(missing), os.cpu_count() or 1)
+    if workers < 2:
+        for made in missing:
+            made.cubin(architecture)
+        return
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for done in [pool.submit(_compile_named, k.function.__module__, k.name, architecture) for k in missing]:
+            done.result()
+
+
+def _compile_named(module: str, name: str, architecture: str) -> None:
+    importlib.import_module(module)
+    KERNELS[name].cubin(architecture)
+
+
 def architecture_of(capability: tuple[int, int]) -> str:
     """The architecture whose machine code a GPU of that compute capability runs best."""
     major, minor = capability
@@ -150,7 +175,7 @@ def compiler_release() -> str:
 
 @cache
 def _stamp() -> str:
-    return hashlib.sha256(f"{source_stamp()} {compiler_release()}".encode()).hexdigest()[:20]
+    return hashlib.sha256(f"{source_stamp(Path(__file__).parent)} {compiler_release()}".encode()).hexdigest()[:20]
 
 
 @cache

@@ -1,9 +1,9 @@
 """Products with few rows, at the speed of memory (sm_90 and newer).
 
-One block a multiprocessor. A producer warp streams the block's units of weights, and beside them the same k of the
-activations, through a ring of shared memory by bulk copies; each consumer warp owns one unit (16 outputs a row) of a
-round and adds in ascending k. The weights of the first stages are asked for before the kernel waits for the kernel
-that makes its activations. With experts, a group is up to ROWS rows of one expert, and a round is of one group.
+One block a multiprocessor, three roles. The weight warp streams the block's units of weights through a ring of shared
+memory by bulk copies; it needs nothing of the kernel before and so begins early. The row warps bring the same k of the
+activations by cp.async. Each consumer warp owns one unit (16 outputs a row) of a round and adds in ascending k, with the
+next fragments on their way. With experts, a group is up to ROWS rows of one expert, and a round is of one group.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from .functions import pack
 from .products import RESIDUAL, SCALED, SWIGLU, TABLE_BYTES, add_pair, find_expert, group_table, residual_pair, row_weight
 from .products import scale_pair, store_pair, swiglu_pair, table_groups, table_start
 from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait
-from .ptx import bulk_copy, bulk_copy_hinted, dependency_wait, dependents_start, divide, evict_first
-from .ptx import ldmatrix_x2, ldmatrix_x4, load_fresh, mma, shared_address
+from .ptx import bulk_copy_hinted, cp_async_16, cp_async_arrive, dependency_wait, dependents_start, divide, evict_first
+from .ptx import ldmatrix_x4, load_fresh, mma, shared_address
+from .scalar import device
 from .unroll import registers, static, unrolled
 
 WARPS = 8
-"""Most consumer warps; one more warp is the producer."""
+"""Most consumer warps."""
 STAGES = 32
 """Most stages of the ring."""
 CHUNK = 128
@@ -33,12 +34,25 @@ X_PITCH = CHUNK * 2 + 16  # shared memory from row to row of activations; 16 mor
 RING = 512 + TABLE_BYTES + 496  # barriers, group table, then the stages
 BUDGET = 112 << 10
 """Shared memory of a block: two kernels fit a multiprocessor, so the next one's weights can already come in."""
+ROW_WARPS = {8: 1, 16: 1, 32: 2, 64: 2}
+"""Warps that bring activations, by the most rows of a group."""
+
+ROWS = SHIFT = MT = HALVES = X_WARPS = X_COPIES = 0  # of each version, put in by `unrolled`
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
 
 
 def stage_bytes(rows: int, warps: int) -> int:
     return warps * UNIT_CHUNK + rows * X_PITCH
+
+
+@device
+def advance(slot, parity, stages):
+    """The next slot of the ring and the parity of its phase."""
+    slot = i32(slot + i32(1))
+    if slot == stages:
+        return i32(0), u32(parity ^ u32(1))
+    return slot, parity
 
 
 def _ring(
@@ -54,14 +68,14 @@ def _ring(
     stage_size = u32(u32(warps) * u32(UNIT_CHUNK) + u32(ROWS * X_PITCH))
     if tid == i32(0):
         for s in range(stages):
-            barrier_init(u32(base + u32(s) * u32(16)), u32(1))
+            barrier_init(u32(base + u32(s) * u32(16)), u32(1 + 32 * X_WARPS))
             barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(warps))
         barrier_init_fence()
         async_fence()
     if early == i32(0):  # the group table, and so the weights' addresses, come from the kernel before
         dependency_wait()
     dependents_start()
-    groups = i32(i32(rows + i32(ROWS - 1)) // i32(ROWS))
+    groups = i32(i32(rows + i32(ROWS - 1)) >> i32(SHIFT))
     if start != u64(0):
         if warp == i32(0):
             group_table(start, experts, i32(SHIFT), table, lane)
@@ -76,187 +90,218 @@ def _ring(
     chunks = i32(i32(depth + i32(CHUNK - 1)) // i32(CHUNK))
     unit_bytes = i32(i32(i32(depth + i32(63)) // i32(64)) * i32(2048))
     slot = i32(0)
-    if warp < warps:
-        parity = u32(0)
-        # weights: row l % 8 of the unit's half (l / 16), 16-byte piece (l / 8) % 2 of the k step; swizzled by the row
-        wo = u32(u32(lane >> i32(4)) * u32(1024) + u32(lane & i32(7)) * u32(128))
-        wo = u32(wo + u32(u32(u32(lane >> i32(3)) & u32(1)) ^ u32(lane & i32(7))) * u32(16))
-        if HALF == 1:
-            xo = u32(u32(lane & i32(7)) * u32(X_PITCH) + u32(u32(lane >> i32(3)) & u32(1)) * u32(16))
-        else:
-            xo = u32(u32(lane & i32(15)) * u32(X_PITCH) + u32(lane >> i32(4)) * u32(16))
-        xo = u32(xo + u32(warps) * u32(UNIT_CHUNK))
-        wo = u32(wo + u32(warp) * u32(UNIT_CHUNK))
-        dependency_wait()
-        while unit < stop:
-            group = i32(divide(u32(unit), u32(units)))
-            tile = i32(unit - i32(group * units))
-            taken = min(warps, i32(stop - unit), i32(units - tile))
-            first = i32(group * i32(ROWS))
-            last = rows
-            if start != u64(0):
-                expert = find_expert(table, experts, group, i32(1))
-                first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * i32(ROWS)))
-                last = table_start(table, i32(expert + i32(1)))
-            mine = i32(tile + warp)
-            busy = warp < taken
-            acc = registers(8 * MT, np.float32(0.0))
-            kept = registers(4 * MT, u32(0))
-            for c in range(chunks):
-                barrier_wait(u32(base + u32(slot) * u32(16)), parity)
-                if busy:
-                    if mode == RESIDUAL and c == 0:  # asked for early, needed at the end
-                        for m in static(MT):
-                            for h in static(2 - HALF):
-                                row = i32(first + i32(m * 16 + h * 8) + i32(lane >> i32(2)))
-                                if row < last:
-                                    for t in static(2):
-                                        column = i32(mine * i32(16) + i32(t * 8) + i32(i32(lane & i32(3)) * i32(2)))
-                                        if column < columns:
-                                            kept[4 * m + 2 * h + t] = residual_pair(extra, out_row, columns, row, column)
-                    wa = u32(ring + u32(slot) * stage_size + wo)
-                    xa = u32(ring + u32(slot) * stage_size + xo)
-                    steps = min(i32(CHUNK // 16), i32(i32(depth - i32(c * CHUNK)) >> i32(4)))
-                    if steps == i32(CHUNK // 16):
-                        for s in static(CHUNK // 16):
-                            b = ldmatrix_x4(u32(u32(wa ^ u32((s & 3) * 32)) + u32((s >> 2) * 2048)))
-                            for m in static(MT):
-                                if HALF == 1:
-                                    e = ldmatrix_x2(u32(xa + u32(s * 32)))
-                                    a = (e[0], u32(0), e[1], u32(0))
-                                else:
-                                    a = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + s * 32)))
-                                for t in static(2):
-                                    d = mma(
-                                        a[0], a[1], a[2], a[3], b[2 * t], b[2 * t + 1], acc[8 * m + 4 * t],
-                                        acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
-                                    )  # fmt: skip
-                                    acc[8 * m + 4 * t] = d[0]
-                                    acc[8 * m + 4 * t + 1] = d[1]
-                                    acc[8 * m + 4 * t + 2] = d[2]
-                                    acc[8 * m + 4 * t + 3] = d[3]
-                    else:
-                        for s in range(steps):
-                            b = ldmatrix_x4(u32(u32(wa ^ u32(u32(s & 3) * u32(32))) + u32(u32(s >> 2) * u32(2048))))
-                            for m in static(MT):
-                                if HALF == 1:
-                                    e = ldmatrix_x2(u32(xa + u32(s) * u32(32)))
-                                    a = (e[0], u32(0), e[1], u32(0))
-                                else:
-                                    a = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH) + u32(s) * u32(32)))
-                                for t in static(2):
-                                    d = mma(
-                                        a[0], a[1], a[2], a[3], b[2 * t], b[2 * t + 1], acc[8 * m + 4 * t],
-                                        acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
-                                    )  # fmt: skip
-                                    acc[8 * m + 4 * t] = d[0]
-                                    acc[8 * m + 4 * t + 1] = d[1]
-                                    acc[8 * m + 4 * t + 2] = d[2]
-                                    acc[8 * m + 4 * t + 3] = d[3]
-                cuda.syncwarp()
-                if lane == i32(0):
-                    barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
-                slot = i32(slot + i32(1))
-                if slot == stages:
-                    slot = i32(0)
-                    parity = u32(parity ^ u32(1))
-            if busy:
-                for m in static(MT):
-                    for h in static(2 - HALF):
-                        row = i32(first + i32(m * 16 + h * 8) + i32(lane >> i32(2)))
-                        if row < last:
-                            low = pack(acc[8 * m + 2 * h], acc[8 * m + 2 * h + 1])
-                            high = pack(acc[8 * m + 4 + 2 * h], acc[8 * m + 4 + 2 * h + 1])
-                            pair = i32(i32(lane & i32(3)) * i32(2))
-                            if mode == SWIGLU:
-                                column = i32(mine * i32(8) + pair)
-                                store_pair(out, out_row, columns, mode, row, column, swiglu_pair(low, high))
-                            else:
-                                if mode == RESIDUAL:
-                                    low = add_pair(low, kept[4 * m + 2 * h])
-                                    high = add_pair(high, kept[4 * m + 2 * h + 1])
-                                elif mode == SCALED:
-                                    weight = row_weight(extra, row)
-                                    low, high = scale_pair(low, weight), scale_pair(high, weight)
-                                column = i32(mine * i32(16) + pair)
-                                store_pair(out, out_row, columns, mode, row, column, low)
-                                store_pair(out, out_row, columns, mode, row, i32(column + i32(8)), high)
-            unit = i32(unit + taken)
-    else:
+    parity = u32(0)
+    if warp > warps:  # the producers find the ring empty at first
         parity = u32(1)
-        begun = i32(0)
+    if warp == warps:
+        parity = u32(1)
         policy = evict_first()
         while unit < stop:
             group = i32(divide(u32(unit), u32(units)))
             tile = i32(unit - i32(group * units))
             taken = min(warps, i32(stop - unit), i32(units - tile))
             expert = i32(0)
+            if start != u64(0):
+                expert = find_expert(table, experts, group, i32(1))
+            source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(tile + lane)) * u64(unit_bytes))
+            for c in range(chunks):
+                part = min(i32(UNIT_CHUNK), i32(unit_bytes - i32(c * UNIT_CHUNK)))
+                full = u32(base + u32(slot) * u32(16))
+                barrier_wait(u32(full + u32(8)), parity)
+                if lane == i32(0):
+                    barrier_expect(full, u32(taken * part))
+                cuda.syncwarp()
+                if lane < taken:
+                    at = u32(ring + u32(slot) * stage_size + u32(lane) * u32(UNIT_CHUNK))
+                    bulk_copy_hinted(at, source, u32(part), full, policy)
+                source = u64(source + u64(UNIT_CHUNK))
+                slot, parity = advance(slot, parity, stages)
+            unit = i32(unit + taken)
+        return
+    dependency_wait()
+    if warp > warps:
+        # row 2 i + (lane / 16) of this warp's share, 16-byte piece lane % 16 of a chunk
+        mine = i32(i32(warp - warps - i32(1)) * i32(2 * X_COPIES) + i32(lane >> i32(4)))
+        piece = i32(lane & i32(15))
+        to = u32(u32(warps) * u32(UNIT_CHUNK) + u32(mine) * u32(X_PITCH) + u32(piece) * u32(16))
+        while unit < stop:
+            group = i32(divide(u32(unit), u32(units)))
+            tile = i32(unit - i32(group * units))
+            taken = min(warps, i32(stop - unit), i32(units - tile))
             first = i32(group * i32(ROWS))
             last = rows
             if start != u64(0):
                 expert = find_expert(table, experts, group, i32(1))
                 first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * i32(ROWS)))
                 last = table_start(table, i32(expert + i32(1)))
-            count = min(i32(ROWS), i32(last - first))
-            source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(tile + lane)) * u64(unit_bytes))
-            ahead = i32(0)
-            if begun == i32(0):  # the ring is empty: all it holds, before the activations exist
-                ahead = min(stages, chunks)
-                for c in range(ahead):
-                    part = min(i32(UNIT_CHUNK), i32(unit_bytes - i32(c * UNIT_CHUNK)))
-                    x_part = min(i32(CHUNK * 2), i32(i32(depth * i32(2)) - i32(c * CHUNK * 2)))
-                    full = u32(base + u32(c) * u32(16))
-                    if lane == i32(0):
-                        barrier_expect(full, u32(u32(taken * part) + u32(count * x_part)))
-                    cuda.syncwarp()
-                    if lane < taken:
-                        to = u32(ring + u32(c) * stage_size + u32(lane) * u32(UNIT_CHUNK))
-                        bulk_copy_hinted(to, u64(source + u64(c * UNIT_CHUNK)), u32(part), full, policy)
-                dependency_wait()
-            x_from = registers(X_ROWS, u64(0))
-            for j in static(X_ROWS):
-                if i32(lane + i32(j * 32)) < count:
-                    row = i32(first + lane + i32(j * 32))
+            source = registers(X_COPIES, u64(0))
+            for i in static(X_COPIES):
+                row = i32(first + mine + i32(2 * i))
+                if row < last:
                     if gather != u64(0):
                         row = load_fresh(u64(gather + u64(row) * u64(4)))
-                    x_from[j] = u64(x + u64(row) * u64(x_row))
+                    source[i] = u64(x + u64(row) * u64(x_row) + u64(i32(piece * i32(16))))
             for c in range(chunks):
-                part = min(i32(UNIT_CHUNK), i32(unit_bytes - i32(c * UNIT_CHUNK)))
-                x_part = min(i32(CHUNK * 2), i32(i32(depth * i32(2)) - i32(c * CHUNK * 2)))
                 full = u32(base + u32(slot) * u32(16))
-                to = u32(ring + u32(slot) * stage_size)
-                if c >= ahead:
-                    barrier_wait(u32(full + u32(8)), parity)
-                    if lane == i32(0):
-                        barrier_expect(full, u32(u32(taken * part) + u32(count * x_part)))
-                    cuda.syncwarp()
-                    if lane < taken:
-                        at = u32(to + u32(lane) * u32(UNIT_CHUNK))
-                        bulk_copy_hinted(at, u64(source + u64(c * UNIT_CHUNK)), u32(part), full, policy)
-                to = u32(to + u32(warps) * u32(UNIT_CHUNK) + u32(lane) * u32(X_PITCH))
-                for j in static(X_ROWS):
-                    if i32(lane + i32(j * 32)) < count:
-                        at = u32(to + u32(j * 32 * X_PITCH))
-                        bulk_copy(at, u64(x_from[j] + u64(c * CHUNK * 2)), u32(x_part), full)
-                slot = i32(slot + i32(1))
-                if slot == stages:
-                    slot = i32(0)
-                    parity = u32(parity ^ u32(1))
-            begun = i32(1)
+                barrier_wait(u32(full + u32(8)), parity)
+                if i32(i32(c * CHUNK) + i32(piece * i32(8))) < depth:
+                    at = u32(ring + u32(slot) * stage_size + to)
+                    for i in static(X_COPIES):
+                        if source[i] != u64(0):
+                            cp_async_16(u32(at + u32(2 * i * X_PITCH)), u64(source[i] + u64(c * CHUNK * 2)))
+                cp_async_arrive(full)
+                slot, parity = advance(slot, parity, stages)
             unit = i32(unit + taken)
+        return
+    # weights: row l % 8 of the unit's half (l / 16), 16-byte piece (l / 8) % 2 of the k step; swizzled by the row
+    wo = u32(u32(warp) * u32(UNIT_CHUNK) + u32(lane >> i32(4)) * u32(1024) + u32(lane & i32(7)) * u32(128))
+    wo = u32(wo + u32(u32(u32(lane >> i32(3)) & u32(1)) ^ u32(lane & i32(7))) * u32(16))
+    # activations: row l % 16 (of 8 rows each twice), piece l / 16
+    row = i32(lane & i32(15))
+    if ROWS == 8:
+        row = i32(lane & i32(7))
+    xo = u32(u32(warps) * u32(UNIT_CHUNK) + u32(row) * u32(X_PITCH) + u32(lane >> i32(4)) * u32(16))
+    whole = i32(depth // i32(CHUNK))
+    rest = i32(i32(depth - i32(whole * i32(CHUNK))) >> i32(4))
+    while unit < stop:
+        group = i32(divide(u32(unit), u32(units)))
+        tile = i32(unit - i32(group * units))
+        taken = min(warps, i32(stop - unit), i32(units - tile))
+        unit = i32(unit + taken)
+        if warp >= taken:  # nothing to do but to keep step
+            for c in range(chunks):
+                barrier_wait(u32(base + u32(slot) * u32(16)), parity)
+                if lane == i32(0):
+                    barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
+                slot, parity = advance(slot, parity, stages)
+            continue
+        first = i32(group * i32(ROWS))
+        last = rows
+        if start != u64(0):
+            expert = find_expert(table, experts, group, i32(1))
+            first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * i32(ROWS)))
+            last = table_start(table, i32(expert + i32(1)))
+        mine = i32(tile + warp)
+        acc = registers(8 * MT, np.float32(0.0))
+        kept = registers(4 * MT, u32(0))
+        fa = registers(16 * MT, u32(0))
+        fb = registers(16, u32(0))
+        if mode == RESIDUAL:  # asked for early, needed at the end
+            for m in static(MT):
+                for h in static(HALVES):
+                    row = i32(first + i32(m * 16 + h * 8) + i32(lane >> i32(2)))
+                    if row < last:
+                        for t in static(2):
+                            column = i32(mine * i32(16) + i32(t * 8) + i32(i32(lane & i32(3)) * i32(2)))
+                            if column < columns:
+                                kept[4 * m + 2 * h + t] = residual_pair(extra, out_row, columns, row, column)
+        barrier_wait(u32(base + u32(slot) * u32(16)), parity)
+        wa = u32(ring + u32(slot) * stage_size + wo)
+        xa = u32(ring + u32(slot) * stage_size + xo)
+        for s in static(2):
+            r = ldmatrix_x4(u32(u32(wa ^ u32((s & 3) * 32)) + u32((s >> 2) * 2048)))
+            for i in static(4):
+                fb[4 * (s) + i] = r[i]
+            for m in static(MT):
+                r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + s * 32)))
+                for i in static(4):
+                    fa[4 * (MT * (s) + m) + i] = r[i]
+        for c in range(whole):
+            # two k steps at a time: the next two are fetched before these are multiplied
+            freed = u32(base + u32(slot) * u32(16) + u32(8))
+            for q in static(4):
+                if q < 3:
+                    for s in static(2):
+                        r = ldmatrix_x4(u32(u32(wa ^ u32(((2 * (q + 1) + s) & 3) * 32)) + u32(((2 * (q + 1) + s) >> 2) * 2048)))
+                        for i in static(4):
+                            fb[4 * ((q + 1) % 2 * 2 + s) + i] = r[i]
+                        for m in static(MT):
+                            r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (2 * (q + 1) + s) * 32)))
+                            for i in static(4):
+                                fa[4 * (MT * ((q + 1) % 2 * 2 + s) + m) + i] = r[i]
+                else:
+                    slot, parity = advance(slot, parity, stages)
+                    if i32(c + i32(1)) < chunks:
+                        barrier_wait(u32(base + u32(slot) * u32(16)), parity)
+                        wa = u32(ring + u32(slot) * stage_size + wo)
+                        xa = u32(ring + u32(slot) * stage_size + xo)
+                        for s in static(2):
+                            r = ldmatrix_x4(u32(u32(wa ^ u32((s & 3) * 32)) + u32((s >> 2) * 2048)))
+                            for i in static(4):
+                                fb[4 * (s) + i] = r[i]
+                            for m in static(MT):
+                                r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + s * 32)))
+                                for i in static(4):
+                                    fa[4 * (MT * (s) + m) + i] = r[i]
+                for s in static(2):
+                    for m in static(MT):
+                        for t in static(2):
+                            d = mma(
+                                fa[4 * (MT * (q % 2 * 2 + s) + m) + 0], fa[4 * (MT * (q % 2 * 2 + s) + m) + 1],
+                                fa[4 * (MT * (q % 2 * 2 + s) + m) + 2], fa[4 * (MT * (q % 2 * 2 + s) + m) + 3],
+                                fb[4 * (q % 2 * 2 + s) + 2 * t], fb[4 * (q % 2 * 2 + s) + 2 * t + 1],
+                                acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
+                            )  # fmt: skip
+                            for i in static(4):
+                                acc[8 * m + 4 * t + i] = d[i]
+            cuda.syncwarp()
+            if lane == i32(0):
+                barrier_arrive(freed)
+        if rest > i32(0):
+            for s in range(rest):
+                b = ldmatrix_x4(u32(u32(wa ^ u32(u32(s & 3) * u32(32))) + u32(u32(s >> 2) * u32(2048))))
+                for m in static(MT):
+                    a = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH) + u32(s) * u32(32)))
+                    for t in static(2):
+                        d = mma(
+                            a[0], a[1], a[2], a[3], b[2 * t], b[2 * t + 1],
+                            acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
+                        )  # fmt: skip
+                        for i in static(4):
+                            acc[8 * m + 4 * t + i] = d[i]
+            cuda.syncwarp()
+            if lane == i32(0):
+                barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
+            slot, parity = advance(slot, parity, stages)
+        for m in static(MT):
+            for h in static(HALVES):
+                row = i32(first + i32(m * 16 + h * 8) + i32(lane >> i32(2)))
+                if row < last:
+                    low = pack(acc[8 * m + 2 * h], acc[8 * m + 2 * h + 1])
+                    high = pack(acc[8 * m + 4 + 2 * h], acc[8 * m + 4 + 2 * h + 1])
+                    pair = i32(i32(lane & i32(3)) * i32(2))
+                    if mode == SWIGLU:
+                        column = i32(mine * i32(8) + pair)
+                        store_pair(out, out_row, columns, mode, row, column, swiglu_pair(low, high))
+                    else:
+                        if mode == RESIDUAL:
+                            low = add_pair(low, kept[4 * m + 2 * h])
+                            high = add_pair(high, kept[4 * m + 2 * h + 1])
+                        elif mode == SCALED:
+                            weight = row_weight(extra, row)
+                            low, high = scale_pair(low, weight), scale_pair(high, weight)
+                        column = i32(mine * i32(16) + pair)
+                        store_pair(out, out_row, columns, mode, row, column, low)
+                        store_pair(out, out_row, columns, mode, row, i32(column + i32(8)), high)
 
 
 ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64 i32 i32 i32"
 
 
+def threads(rows: int, warps: int) -> int:
+    """Threads of a block: consumers, the weight warp, the row warps."""
+    return 32 * (warps + 1 + ROW_WARPS[rows])
+
+
 def _make(rows: int) -> Kernel:
     known: dict[str, Any] = {
-        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "MT": max(1, rows // 16), "HALF": int(rows == 8),
-        "X_ROWS": max(1, rows // 32), "CHUNK": CHUNK, "UNIT_CHUNK": UNIT_CHUNK, "X_PITCH": X_PITCH, "RING": RING,
+        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "MT": max(1, rows // 16), "HALVES": 1 if rows == 8 else 2,
+        "X_WARPS": ROW_WARPS[rows], "X_COPIES": rows // 2 // ROW_WARPS[rows], "CHUNK": CHUNK, "UNIT_CHUNK": UNIT_CHUNK,
+        "X_PITCH": X_PITCH, "RING": RING,
     }  # fmt: skip
     register = kernel(
         ARGUMENTS,
-        threads=32 * (WARPS + 1),
+        threads=threads(rows, WARPS),
         dynamic_shared=BUDGET if rows <= 16 else 2 * BUDGET,
         architectures=BULK,
         name=f"ring_product_{rows}",
@@ -264,7 +309,5 @@ def _make(rows: int) -> Kernel:
     return register(unrolled(_ring, **known))
 
 
-RING_PRODUCTS = {rows: _make(rows) for rows in (8, 16, 32, 64)}
+RING_PRODUCTS = {rows: _make(rows) for rows in ROW_WARPS}
 """By the most rows of a group."""
-
-__all__ = ["BUDGET", "RING", "RING_PRODUCTS", "STAGES", "WARPS", "registers", "stage_bytes", "static"]

@@ -1,8 +1,8 @@
 """Products with many rows on Hopper: wgmma from a ring of shared memory, dense or grouped over experts.
 
-Tiles of 128 rows by COLUMNS outputs. One producer warp fetches rows of activations by cp.async (through a list of row
-numbers where there is one: no gathered copy is made) and weights by bulk copies; two warpgroups of consumers take 64
-rows each. Blocks stay and take every gridDim-th tile; with experts the tiles come from the offsets on the device.
+Tiles of 128 rows by COLUMNS outputs. Four producer warps fetch 32 rows of activations each by cp.async (through a list
+of row numbers where there is one: no gathered copy is made), the first of them also weights by bulk copies; two
+warpgroups of consumers take 64 rows each. Blocks stay and take every gridDim-th tile; with experts the tiles come from the offsets on the device.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from numba import cuda
 
 from .compiler import HOPPER, Kernel, kernel
 from .functions import pack
-from .products import LOGITS, RESIDUAL, SCALED, SWIGLU, TABLE_BYTES, add_pair, find_expert, group_table, output_address
-from .products import row_weight, scale_pair, swiglu_pair, table_groups, table_start
+from .products import LOGITS, RESIDUAL, SCALED, SWIGLU, add_pair, find_expert, group_table, output_address
+from .products import row_weight, scale_pair, swiglu_pair, table_groups, table_start, with_globals
 from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait, bulk_copy
 from .ptx import cp_async_16, cp_async_commit, cp_async_wait, dependency_wait, dependents_start, divide, load_128
-from .ptx import load_fresh, shared_address, shared_load, shared_store, shuffle_xor_32, store_128, wgmma
+from .ptx import load_fresh, shared_address, shuffle_xor_32, store_128, wgmma
 from .ptx import wgmma_commit, wgmma_fence, wgmma_wait_0, wgmma_wait_1, zeros
 from .scalar import device
 from .unroll import registers, static, unrolled
 
 ROWS = 128
-THREADS = 288
+THREADS = 384
 PANEL = 16
 """Row tiles that share one pass over the weights."""
 LAG = 2
 """Stages between asking for activations and passing them on."""
 A_BYTES = ROWS * 128
-HEAD = 128 + TABLE_BYTES + 512 + 368  # barriers, group table, row offsets, and what aligns the ring
+HEAD = 2048  # barriers, group table, and what aligns the ring
 SHARED = {256: 4, 128: 6, 64: 8}
 """Stages by columns of a tile."""
+
+COLUMNS = STAGES = STAGE_BYTES = 0  # of each version, put in by `unrolled`
+multiply = zero = epilogue = landed = all_landed = None  # the same, put in by _make
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
 
@@ -93,7 +96,6 @@ def _epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane):
             for g in static(COLUMNS // 64):
                 w = registers(4, u32(0))
                 for i in static(4):
-                    j = 8 * g + 2 * i
                     gate = pack(acc[4 * (8 * g + 2 * i) + 2 * h], acc[4 * (8 * g + 2 * i) + 2 * h + 1])
                     up = pack(acc[4 * (8 * g + 2 * i + 1) + 2 * h], acc[4 * (8 * g + 2 * i + 1) + 2 * h + 1])
                     w[i] = swiglu_pair(gate, up)
@@ -111,18 +113,17 @@ def _epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane):
 
 
 def _gemm(
-    x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather, first_wait
+    x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather
 ):  # fmt: skip
     base = u32(u32(shared_address(cuda.shared.array(0, np.uint8)) + u32(1023)) & u32(0xFFFFFC00))
     tid = i32(cuda.threadIdx.x)
     lane = i32(tid & i32(31))
     warp = i32(tid >> i32(5))
     table = u32(base + u32(128))
-    offsets = u32(table + u32(TABLE_BYTES))
     ring = u32(base + u32(HEAD))
     if tid == i32(0):
         for s in range(STAGES):
-            barrier_init(u32(base + u32(s) * u32(16)), u32(2))  # the weights' bytes and the activations
+            barrier_init(u32(base + u32(s) * u32(16)), u32(5))  # the weights' bytes and four warps' rows
             barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(8))
         barrier_init_fence()
         async_fence()
@@ -192,11 +193,12 @@ def _gemm(
         parity = u32(1)
         issued = i32(0)  # stages asked for, over all tiles
         lagging = i32(0)  # slot of the oldest stage whose activations are not passed on
+        share = i32(i32(warp - i32(8)) * i32(32))
         row_in_eight = i32(lane >> i32(3))
         piece = i32(lane & i32(7))
-        # rows 4 i + row_in_eight of the tile: even and odd i differ in the swizzle only
-        even = u32(u32(row_in_eight) * u32(128) + u32(i32(piece ^ row_in_eight)) * u32(16))
-        odd = u32(u32(row_in_eight) * u32(128) + u32(i32(piece ^ i32(row_in_eight + i32(4)))) * u32(16) + u32(512))
+        # rows 4 i + row_in_eight of this warp's: even and odd i differ in the swizzle only
+        even = u32(u32(share + row_in_eight) * u32(128) + u32(i32(piece ^ row_in_eight)) * u32(16))
+        odd = u32(u32(share + row_in_eight) * u32(128) + u32(i32(piece ^ i32(row_in_eight + i32(4)))) * u32(16) + u32(512))
         while number < total:
             expert = i32(0)
             local = number
@@ -211,14 +213,13 @@ def _gemm(
                 first = table_start(table, expert)
                 last = table_start(table, i32(expert + i32(1)))
             tile_m, tile_n = tile_place(local, height, tiles_n)
-            cuda.syncwarp()
-            for i in static(4):  # rows past the end repeat the last one; their results are not stored
-                row = min(i32(first + i32(tile_m * i32(ROWS)) + i32(lane + i32(32 * i))), i32(last - i32(1)))
+            offset = registers(8, u32(0))  # of the rows, in units of 16 bytes
+            for i in static(8):  # rows past the end repeat the last one; their results are not stored
+                row = i32(first + i32(tile_m * i32(ROWS)) + share + row_in_eight + i32(4 * i))
+                row = min(row, i32(last - i32(1)))
                 if gather != u64(0):
                     row = load_fresh(u64(gather + u64(row) * u64(4)))
-                offset = u64(u64(row) * u64(x_row))
-                shared_store(u32(offsets + u32(lane + i32(32 * i)) * u32(4)), i32(u32(offset >> u64(4))))
-            cuda.syncwarp()
+                offset[i] = u32(u64(u64(row) * u64(x_row)) >> u64(4))
             taken = min(i32(COLUMNS // 16), i32(units - i32(tile_n * i32(COLUMNS // 16))))
             source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(i32(tile_n * i32(COLUMNS // 16)) + lane)) * u64(unit_bytes))
             x_piece = u64(x + u64(piece * i32(16)))
@@ -226,15 +227,15 @@ def _gemm(
                 full = u32(base + u32(slot) * u32(16))
                 barrier_wait(u32(full + u32(8)), parity)
                 stage = u32(ring + u32(slot) * u32(STAGE_BYTES))
-                if lane == i32(0):
-                    barrier_expect(full, u32(u32(taken) * u32(2048)))
-                cuda.syncwarp()
-                if lane < taken:
-                    bulk_copy(u32(stage + u32(A_BYTES) + u32(lane) * u32(2048)), source, u32(2048), full)
-                source = u64(source + u64(2048))
-                for i in static(32):
-                    at = shared_load(u32(offsets + u32(row_in_eight) * u32(4) + u32(16 * i)))
-                    address = u64(x_piece + u64(u64(u32(at)) << u64(4)))
+                if warp == i32(8):
+                    if lane == i32(0):
+                        barrier_expect(full, u32(u32(taken) * u32(2048)))
+                    cuda.syncwarp()
+                    if lane < taken:
+                        bulk_copy(u32(stage + u32(A_BYTES) + u32(lane) * u32(2048)), source, u32(2048), full)
+                    source = u64(source + u64(2048))
+                for i in static(8):
+                    address = u64(x_piece + u64(u64(offset[i]) << u64(4)))
                     if i % 2 == 0:
                         cp_async_16(u32(stage + even + u32(512 * i)), address)
                     else:
@@ -267,7 +268,7 @@ def _gemm(
                 lagging = i32(0)
 
 
-ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64 i32"
+ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64"
 
 
 def stage_bytes(columns: int) -> int:
@@ -283,24 +284,19 @@ def _make(columns: int) -> Kernel:
         "COLUMNS": columns, "STAGES": SHARED[columns], "STAGE_BYTES": stage_bytes(columns), "ROWS": ROWS, "LAG": LAG,
         "A_BYTES": A_BYTES,
     }  # fmt: skip
-    function = unrolled(_gemm, **known)
-    # a namespace of its own, for the intrinsics of this width
-    scope = dict(
-        function.__globals__,
+    function = with_globals(
+        unrolled(_gemm, **known),
         multiply=wgmma(columns),
         zero=zeros(columns // 2),
         epilogue=device(unrolled(_epilogue, COLUMNS=columns)),
         landed=cp_async_wait(LAG),
         all_landed=cp_async_wait(0),
     )
-    bound = type(function)(function.__code__, scope, function.__name__)
     register = kernel(
         ARGUMENTS, threads=THREADS, dynamic_shared=shared_bytes(columns), architectures=HOPPER, name=f"wgmma_product_{columns}"
     )
-    return register(bound)
+    return register(function)
 
 
 WGMMA_PRODUCTS = {columns: _make(columns) for columns in SHARED}
 """By the columns of a tile."""
-
-__all__ = ["ROWS", "THREADS", "WGMMA_PRODUCTS", "registers", "shared_bytes", "static"]

@@ -10,6 +10,10 @@ weights of a SwiGLU a unit is 8 rows of w1 and the same 8 rows of w3, so that on
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
 import numpy as np
 
 from .functions import high_half, low_half, pack, rounded
@@ -31,6 +35,14 @@ STARTS = 4 * (MAXIMUM_EXPERTS + 1)
 
 MINUS_LOG2_E = np.float32(-1.4426950408889634)
 ONE = np.float32(1.0)
+
+
+def with_globals(function: Callable[..., None], **values: Any) -> Callable[..., None]:
+    """The function with some of its module's names bound to other things, for intrinsics that differ by version."""
+    assert isinstance(function, FunctionType)
+    bound = FunctionType(function.__code__, {**function.__globals__, **values}, function.__name__)
+    bound.__module__ = function.__module__
+    return bound
 
 
 @device

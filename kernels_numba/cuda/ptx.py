@@ -30,6 +30,11 @@ mma = instruction(
 ldmatrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "r", "rrrr", memory=True)
 """Four 8 x 8 bf16 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8 [9.7.14.5.15]."""
 
+ldmatrix_x4_transposed = instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", "r", "rrrr", memory=True
+)
+"""The same, each matrix transposed [9.7.14.5.15]."""
+
 ldmatrix_x2 = instruction("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {$0,$1}, [$2];", "r", "rr", memory=True)
 """Two 8 x 8 matrices; lanes 0 to 15 give the addresses [9.7.14.5.15]."""
 
@@ -86,8 +91,12 @@ wgmma_wait_1 = instruction("wgmma.wait_group.sync.aligned 1;", "", memory=True)
 
 cp_async_16 = instruction("cp.async.cg.shared.global [$0], [$1], 16;", "rl", memory=True)
 """16 bytes from global to shared memory, past the first-level cache [9.7.9.25.3.1]."""
+cp_async_16_or_zero = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", "rlr", memory=True)
+"""The same, or 16 zeros where the third operand is 0 and not 16 [9.7.9.25.3.1]."""
 cp_async_commit = instruction("cp.async.commit_group;", "", memory=True)
 """Closes a group of this thread's cp.asyncs [9.7.9.25.3.2]."""
+cp_async_arrive = instruction("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r", memory=True)
+"""Arrives at the mbarrier once this thread's cp.asyncs so far have landed [9.7.13.15.17]."""
 
 
 @cache

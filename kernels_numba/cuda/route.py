@@ -16,7 +16,7 @@ from .scalar import SIMULATED, add, div, let_next_start, load4, mul, store4, wai
 from .unroll import registers, static, unrolled
 
 if not SIMULATED:
-    from .tiles import mma
+    from .ptx import mma
 
 MOST_EXPERTS = 64
 QUARTERS = 4

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(help="Measure this machine: the figures behind the README.", no_args_is_help=True)
+app = typer.Typer(help="Measure this machine: the figures behind the README.", no_args_is_help=True, add_completion=False)
 
 
 @app.callback()

@@ -49,7 +49,7 @@ class Shield:
         self.needed = any(letter in text for text in texts for letter in self._first_letters)
         letters = sorted(self._first_letters | {text[-1] for text in self._controls})
         self._stand_ins = (
-            dict(zip(letters, _unused([*texts, written], len(letters)), strict=True)) if self.needed else {}
+            dict(zip(letters, unused([*texts, written], len(letters)), strict=True)) if self.needed else {}
         )
 
     def every(self, text: str, spoken: bool) -> str:
@@ -105,7 +105,7 @@ class Shield:
         return ids + self._tokenizer.encode_plain(text[at:])
 
 
-def _unused(texts: list[str], count: int) -> list[str]:
+def unused(texts: list[str], count: int) -> list[str]:
     """`count` characters that none of the texts has."""
     free = [char for char in CUNEIFORM[:32] if not any(char in text for text in texts)]
     if len(free) < count:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lfm2serve.chat.messages import normalise
+from lfm2serve.chat.prompt import ChatPrompt, find_places
 from lfm2serve.chat.shield import Shield, map_strings
 from lfm2serve.chat.tokenizer import Tokenizer, read_json, token_name
 from lfm2serve.errors import CheckpointError, InvalidRequest
@@ -135,27 +137,43 @@ class ChatTemplate:
         them the ids are those of the rendered text. InvalidRequest: messages or tools that can't be rendered.
         """
         values = self._values(messages, tools, add_generation_prompt, switches)
-        try:
-            return self._encode(values, self._now())
-        except RecursionError:
-            raise InvalidRequest("messages or tools are nested too deeply", param="messages") from None
+        with _depth_checked():
+            return self._encode(values, self._now())[0]
 
-    def _encode(self, values: Mapping[str, Any], now: datetime) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **switches: Any,
+    ) -> ChatPrompt:
+        """The ids that `encode` gives, and the places in them that later prompts share. One tokenisation."""
+        values = self._values(messages, tools, add_generation_prompt, switches)
+        now = self._now()
+        with _depth_checked():
+            ids, guarded, shielded = self._encode(values, now)
+            return find_places(self._tokenizer, ids, shielded, guarded, lambda changed: self._render(changed, now))
+
+    def _encode(self, values: Mapping[str, Any], now: datetime) -> tuple[list[int], Mapping[str, Any], str]:
+        """Ids, and the values and text from which they come, guarded: its control strings are the template's own."""
         text = self._render(values, now)
         shield = Shield(self._tokenizer, SPOKEN_TOKENS, _strings(values), self._written)
         if not shield.needed:
-            return self._tokenizer.encode(text)
-        shielded = self._render(_guarded(values, shield.every), now)
-        if shield.lower(shielded) == text:
-            return shield.encode(text, shielded)
-        controls = shield.controls(shielded)  # this template looks at the letters, but these tokens are its own
-        shielded = self._render(_guarded(values, shield.whole), now)
-        if shield.lower(shielded) == text and shield.controls(shielded) == controls:
-            return shield.encode(text, shielded)
-        raise InvalidRequest(
-            "messages hold control strings (such as <|im_end|>) that this chat template changes; leave them out",
-            param="messages",
-        )
+            return self._tokenizer.encode(text), values, text
+        guarded = _guarded(values, shield.every)
+        shielded = self._render(guarded, now)
+        if shield.lower(shielded) != text:
+            controls = shield.controls(shielded)  # this template looks at the letters, but these tokens are its own
+            guarded = _guarded(values, shield.whole)
+            shielded = self._render(guarded, now)
+            if shield.lower(shielded) != text or shield.controls(shielded) != controls:
+                raise InvalidRequest(
+                    "messages hold control strings (such as <|im_end|>) that this chat template changes; "
+                    "leave them out",
+                    param="messages",
+                )
+        return shield.encode(text, shielded), guarded, shielded
 
     def _values(
         self,
@@ -184,6 +202,14 @@ class ChatTemplate:
         except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
             problem = " ".join(str(error).split()) or type(error).__name__
             raise InvalidRequest(f"the chat template can't render this: {problem}", param="messages") from error
+
+
+@contextmanager
+def _depth_checked() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise InvalidRequest("messages or tools are nested too deeply", param="messages") from None
 
 
 def _switches(program: nodes.Template) -> set[str]:

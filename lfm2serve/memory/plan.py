@@ -9,6 +9,7 @@ from kernels_numba.batch import PAGE_ROWS, RING_ROWS
 from lfm2serve.config import ModelConfig
 from lfm2serve.errors import MemoryPlanError
 from lfm2serve.memory.pages import SLACK_ROWS, pages_for
+from lfm2serve.memory.snapshots import SNAPSHOT_PAGE
 from lfm2serve.options import EngineOptions
 
 GIB = 1 << 30
@@ -42,6 +43,10 @@ class MemoryPlan:
         return self.pages * self.page_bytes
 
     @property
+    def snapshot_pages(self) -> int:
+        return self.prompt_cache // SNAPSHOT_PAGE
+
+    @property
     def total(self) -> int:
         return self.weights + self.scratch + self.conv_states + self.pool + self.prompt_cache
 
@@ -52,7 +57,7 @@ class MemoryPlan:
             ("scratch", self.scratch, "activations and logits of the largest step"),
             ("conv states", self.conv_states, f"{self.slots} streams"),
             ("page pool", self.pool, f"{self.pages} pages of {PAGE_ROWS} positions, {self.pages * PAGE_ROWS} tokens"),
-            ("prompt cache", self.prompt_cache, "set aside for kept states"),
+            ("prompt cache", self.prompt_cache, f"kept states, {self.snapshot_pages} snapshot pages"),
             ("total", self.total, f"context {self.context} tokens"),
         ]
         if self.limit is not None:
@@ -91,15 +96,19 @@ def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, me
     if options.context is not None and options.context > longest:
         raise MemoryPlanError(f"--context {options.context}: the model has {longest} positions (max_position_embeddings)")
     useful = slots * pages_for((options.context or longest) + SLACK_ROWS)
-    pages = options.kv_pages or min(useful, int(budget * POOL_SHARE) // page_bytes)
-    if limit is not None and pages * page_bytes > budget:
+    asked = None if options.prompt_cache_gib is None else int(options.prompt_cache_gib * GIB)
+    if limit is not None and (asked or 0) + page_bytes * (options.kv_pages or 1) > budget:
         raise MemoryPlanError(
-            f"--kv-pages {pages}: {pages * page_bytes / GIB:.2f} GiB of pages with {budget / GIB:.2f} GiB left under "
-            f"--memory-limit-gib"
+            f"--kv-pages {options.kv_pages or 1} and --prompt-cache-gib {options.prompt_cache_gib or 0:g} don't fit into the "
+            f"{budget / GIB:.2f} GiB that --memory-limit-gib leaves"
         )
+    share = int(budget * POOL_SHARE) if asked is None or limit is None else budget - asked
+    pages = options.kv_pages or min(useful, share // page_bytes)
     context, range_pages = _context(config, options, pages)
     pages = pages // range_pages * range_pages
-    cache = max(0, budget - pages * page_bytes) if options.kv_pages else int(budget * (1 - POOL_SHARE))
+    if asked is None:
+        asked = max(0, budget - pages * page_bytes) if options.kv_pages else int(budget * (1 - POOL_SHARE))
+    cache = asked // SNAPSHOT_PAGE * SNAPSHOT_PAGE
     plan = MemoryPlan(limit, weight_bytes, scratch, conv_states, page_bytes, pages, range_pages, cache, context, slots)
     if plan.total > memory:
         raise MemoryPlanError(

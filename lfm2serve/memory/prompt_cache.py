@@ -149,9 +149,8 @@ class PromptCache:
         state.pins += 1
         state.last_used = next(self._clock)
 
-    def resumed(self, state: KeptState) -> None:
-        """The restore has succeeded: count the hit and let the state go."""
-        self.unpin(state)
+    def hit(self, state: KeptState) -> None:
+        """The restore has succeeded."""
         self.counters.hits[state.mark] += 1
         self.counters.tokens_saved[state.mark] += state.at
 
@@ -204,6 +203,24 @@ class PromptCache:
             for other in self._states.values():
                 if other.mark in CHAT_ENDS and other.at < state.at and state.tokens.startswith(other.tokens):
                     other.superseded = True
+
+    def cut(self, state: KeptState, at: int) -> bool:
+        """Shorten a state that can't hit yet to its first `at` tokens; False when that state is there already.
+
+        The K/V rows beyond stay in its pages and are never read; pages that this frees are given back when it goes.
+        """
+        tokens = state.tokens[: 4 * at]
+        if at < 1 or tokens in self._states:
+            return False
+        del self._states[state.tokens]
+        state.tokens, state.at, state.digest = tokens, at, digest(tokens)
+        self._states[tokens] = state
+        return True
+
+    def failed(self, state: KeptState) -> None:
+        """A copy has failed: nothing of the state is left."""
+        self.counters.failures += 1
+        self.drop(state)
 
     def drop(self, state: KeptState) -> None:
         """Forget a state and give its pages back; harmless when it is gone already."""

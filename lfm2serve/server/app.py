@@ -135,7 +135,7 @@ class Answer(Response):
             try:
                 if state.stopping:
                     raise EngineDead(SHUTTING_DOWN)
-                group.submit(prompts, params, seed)
+                group.submit(prompts, params, seed, draft=request.draft, prompt_cache=request.prompt_cache)
                 if request.stream:
                     await self._stream(group, shape, EventStream(send))
                     return None
@@ -201,6 +201,11 @@ async def detokenize(request: Request) -> Response:
     return JSONResponse({"prompt": text})
 
 
+async def clear_prompt_cache(request: Request) -> Response:
+    dropped = await to_thread.run_sync(state_of(request).runtime.engine.clear_prompt_cache)
+    return JSONResponse({"object": "prompt_cache", "dropped": dropped})
+
+
 async def models(request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [_model_card(request)]})
 
@@ -261,6 +266,7 @@ def create_app(runtime: Runtime, *, served_model_name: str | None = None, keepal
     }
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+    routes.append(Route("/v1/prompt_cache", clear_prompt_cache, methods=["DELETE"]))
     app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=_lifespan)
     app.state.created = int(time.time())
     app.state.server = ServerState(runtime, served_model_name or runtime.name, keepalive_s)

@@ -10,8 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from anyio import to_thread
+
+from lfm2serve.conversation import Conversation
 from lfm2serve.errors import EngineDead
 from lfm2serve.reply import ReplyBuilder, ReplyDelta
 from lfm2serve.sampling import SamplingParams
@@ -28,10 +31,11 @@ SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its token ids, and its text where it came as text."""
+    """One prompt: its token ids, and its text where it came as text; a chat's has the conversation behind it."""
 
     token_ids: list[int]
     text: str | None = None
+    conversation: Conversation | None = None
 
 
 class Bridge:
@@ -72,7 +76,13 @@ class Reply:
         self.stream_id = -1
         self.cached_tokens = 0
         self.done = False  # ended or cancelled: what still comes adds nothing
+        self.returned = False  # the engine knows what the client will send back
         self._last_token_at: float | None = None
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """A chat's reply as its client gets it, and sends it back."""
+        return {"role": "assistant", "content": self.builder.text}
 
     def receive(self, event: StreamEvent, at: float) -> None:
         """Called on the event loop, also for what arrives after the request is over."""
@@ -119,15 +129,27 @@ class ReplyGroup:
             if not reply.done:
                 reply.done = True
                 self.cancel(reply)
+            if reply.prompt.conversation is not None and not reply.returned:
+                reply.prompt.conversation.abandoned(reply.stream_id)
 
-    def submit(self, prompts: Sequence[Prompt], params: SamplingParams, seed: int) -> None:
+    def submit(
+        self, prompts: Sequence[Prompt], params: SamplingParams, seed: int, *, draft: bool, prompt_cache: bool
+    ) -> None:
         """Start n replies to each prompt. They share the seed; a reply's place among its prompt's n joins the key."""
         for prompt in prompts:
             for choice in range(params.n):
                 builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids)
                 reply = Reply(self, len(self.replies), prompt, builder)
-                sink = partial(self._bridge.post, reply)
-                reply.stream_id = self._engine.submit(prompt.token_ids, params, sink, choice=choice, seed=seed)
+                reply.stream_id = self._engine.submit(
+                    prompt.token_ids,
+                    params,
+                    partial(self._bridge.post, reply),
+                    seed=seed,
+                    choice=choice,
+                    marks=prompt.conversation.marks if prompt.conversation is not None else None,
+                    draft=draft,
+                    prompt_cache=prompt_cache,
+                )
                 self.replies.append(reply)
                 self._unread += 1
 
@@ -146,7 +168,10 @@ class ReplyGroup:
         return self._unread > 0
 
     async def next(self, patience_s: float) -> tuple[Reply, ReplyDelta]:
-        """What one of the replies gained. TimeoutError: nothing for so many seconds. Lfm2Error: one of them failed."""
+        """What one of the replies gained. TimeoutError: nothing for so many seconds. Lfm2Error: one of them failed.
+
+        A chat's next turn may follow its reply's end at once, so before that is given the engine knows what comes back.
+        """
         try:
             async with asyncio.timeout(patience_s):
                 item = await self._queue.get()
@@ -156,8 +181,12 @@ class ReplyGroup:
             raise
         if isinstance(item, Exception):
             raise item
-        if item[1].finish_reason is not None:
+        reply, delta = item
+        if delta.finish_reason is not None:
             self._unread -= 1
+            if reply.prompt.conversation is not None:
+                await to_thread.run_sync(reply.prompt.conversation.answered, reply.stream_id, reply.message)
+                reply.returned = True
         return item
 
     async def finish(self, patience_s: float) -> None:

@@ -10,6 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from lfm2serve.counters import CacheStats
+from lfm2serve.memory.prompt_cache import Mark
 from lfm2serve.stream import StreamEvent
 
 if TYPE_CHECKING:
@@ -35,12 +37,24 @@ class EngineCollector(Collector):
             "vllm:num_requests_running": ("Replies that hold pages.", stats.filling + stats.running),
             "vllm:num_requests_waiting": ("Requests that wait for pages or a slot.", stats.waiting),
             "vllm:kv_cache_usage_perc": ("Share of K/V pages in use, 1 = all.", census.leased / max(1, census.total)),
+            "lfm2serve:background_passes": (
+                "Passes that prepare a chat's next turn, and wait or run.",
+                stats.background,
+            ),
+            "lfm2serve:prompt_cache_states": ("Kept states.", stats.cache.states),
         }
         counters = {
-            "vllm:prompt_tokens": ("Prompt tokens taken in.", done.prompt_tokens),
+            "vllm:prompt_tokens": ("Prompt tokens that ran; cached ones aren't among them.", done.prompt_tokens),
             "vllm:generation_tokens": ("Tokens generated.", done.generated_tokens),
             "lfm2serve:decode_rounds": ("Decode rounds.", done.decode_rounds),
             "lfm2serve:prompt_steps": ("Prompt steps.", done.prompt_steps),
+            "vllm:spec_decode_num_draft_tokens": ("Tokens drafted.", done.draft_tokens),
+            "vllm:spec_decode_num_accepted_tokens": ("Tokens drafted and drawn.", done.accepted_tokens),
+            "lfm2serve:warm_passes": ("Background passes for a chat's next turn.", done.warm_passes),
+            "lfm2serve:prompt_cache_lookups": ("Prompts that looked for a kept state.", stats.cache.counters.lookups),
+            "lfm2serve:prompt_cache_failures": ("Keeps and restores that failed.", stats.cache.counters.failures),
+            "lfm2serve:prompt_cache_copies": ("Copies of keeps and restores.", stats.cache.copies),
+            "lfm2serve:prompt_cache_copy_seconds": ("Time of these copies.", stats.cache.copy_s),
             "lfm2serve:failed_steps": ("Steps that raised; their streams ran again alone.", done.failed_steps),
             "lfm2serve:failed_streams": ("Replies that ended with an error of ours.", done.failed_streams),
             "lfm2serve:census_errors": ("Idle checks that found pages missing: a bug.", done.census_errors),
@@ -57,6 +71,29 @@ class EngineCollector(Collector):
         for state in ("free", "leased", "promised"):
             pages.add_metric([self._model, state], getattr(census, state))
         yield pages
+        yield from self._by_mark(stats.cache)
+
+    def _by_mark(self, cache: CacheStats) -> Iterator[Metric]:
+        """What the prompt cache did with each kind of mark."""
+        kept = GaugeMetricFamily(
+            "lfm2serve:prompt_cache_bytes", "The prompt cache's memory.", labels=[*LABELS, "state"]
+        )
+        for state in ("held", "spare"):
+            kept.add_metric([self._model, state], getattr(cache, f"{state}_bytes"))
+        yield kept
+        events = {
+            "hits": "Prompts that resumed a kept state.",
+            "tokens_saved": "Prompt tokens that didn't run again.",
+            "keeps": "States kept.",
+            "refusals": "States that found no room.",
+            "evictions": "States that made room.",
+        }
+        for name, text in events.items():
+            counter = CounterMetricFamily(f"lfm2serve:prompt_cache_{name}", text, labels=[*LABELS, "mark"])
+            counted = getattr(cache.counters, name)
+            for mark in Mark:
+                counter.add_metric([self._model, mark], counted[mark])
+            yield counter
 
 
 class ServerMetrics:

@@ -204,8 +204,14 @@ class ChatRequest(_Generation):
         return self
 
     def prompts(self, runtime: Runtime) -> list[Prompt]:
-        switches = self.chat_template_kwargs
-        return [Prompt(chat_ids(runtime, self.messages, self.add_generation_prompt, switches))]
+        check_switches(runtime, self.chat_template_kwargs)
+        conversation = runtime.conversation(
+            self.messages,
+            prompt_cache=self.prompt_cache,
+            add_generation_prompt=self.add_generation_prompt,
+            switches=self.chat_template_kwargs,
+        )
+        return [Prompt(conversation.token_ids, conversation=conversation)]
 
     def params(self, runtime: Runtime) -> SamplingParams:
         if not self.logprobs:
@@ -277,16 +283,13 @@ def text_ids(runtime: Runtime, text: str, add_special_tokens: bool) -> list[int]
     return ids
 
 
-def chat_ids(
-    runtime: Runtime, messages: list[dict[str, Any]], add_generation_prompt: bool, switches: dict[str, Any]
-) -> list[int]:
-    """A conversation's token ids; `switches` are variables of the checkpoint's chat template."""
+def check_switches(runtime: Runtime, switches: dict[str, Any]) -> None:
+    """InvalidRequest for what isn't a variable of the checkpoint's chat template."""
     known = runtime.template.switches if runtime.template is not None else frozenset()
     for name in switches:
         if name not in known:
             param = f"chat_template_kwargs.{name}"
             raise InvalidRequest(f"{param}: the chat template has no such switch ({sorted(known)} are)", param=param)
-    return runtime.encode_chat(messages, add_generation_prompt=add_generation_prompt, **switches)
 
 
 class TokenizeRequest(Strict):
@@ -310,7 +313,10 @@ class TokenizeRequest(Strict):
 
     def token_ids(self, runtime: Runtime) -> list[int]:
         if self.messages is not None:
-            return chat_ids(runtime, self.messages, self.add_generation_prompt, self.chat_template_kwargs)
+            check_switches(runtime, self.chat_template_kwargs)
+            return runtime.encode_chat(
+                self.messages, add_generation_prompt=self.add_generation_prompt, **self.chat_template_kwargs
+            )
         assert self.prompt is not None
         return runtime.encode_prompt(self.prompt, add_special_tokens=self.add_special_tokens is not False)
 

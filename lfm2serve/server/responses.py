@@ -31,6 +31,25 @@ def usage(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
+def extension(reply: Reply) -> dict[str, Any]:
+    """What no other server tells of a finished reply: how the prompt cache and drafting served it.
+
+    hit: kind of mark whose kept state it resumed; missed: why a longer one wasn't, where there was one.
+    """
+    metrics = reply.builder.metrics
+    assert metrics is not None, "a finished reply has had an event"
+    return {
+        "lfm2serve": {
+            "cache": {
+                "hit": metrics.cache_hit,
+                "missed": metrics.cache_missed,
+                "cached_tokens": metrics.cached_tokens,
+            },
+            "drafts": {"tokens": metrics.draft_tokens, "accepted": metrics.accepted_tokens},
+        }
+    }
+
+
 def top_of(step: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
     """The `count` most likely tokens of a step, best first."""
     ranked = sorted((p.rank, i) for i, p in step.items() if p.rank is not None and p.rank <= count)
@@ -120,10 +139,11 @@ class ChatShape(Shape):
         built = reply.builder
         choice = {
             "index": reply.index,
-            "message": {"role": "assistant", "content": built.text, "refusal": None},
+            "message": {**reply.message, "refusal": None},
             "logprobs": self._logprobs(built.token_ids, built.logprobs),
             "finish_reason": built.finish_reason,
             "stop_reason": built.stop_reason,
+            **extension(reply),
         }
         if self._request.return_token_ids:
             choice["token_ids"] = built.token_ids
@@ -144,7 +164,7 @@ class ChatShape(Shape):
                 "finish_reason": delta.finish_reason,
             }
             if delta.finish_reason is not None:
-                choice["stop_reason"] = delta.stop_reason
+                choice |= {"stop_reason": delta.stop_reason, **extension(reply)}
             if ids:
                 choice["token_ids"] = delta.token_ids
             yield self._chunk(choice)
@@ -203,6 +223,8 @@ class CompletionShape(Shape):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        if delta.finish_reason is not None:
+            piece |= extension(reply)
         if self._request.return_token_ids:
             piece["token_ids"] = delta.token_ids
             if first:

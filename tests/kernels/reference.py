@@ -1,5 +1,5 @@
-"""NumPy twins of the kernels, with the same signatures: float64 arithmetic, one obvious loop a row, bf16 rounding at the
-same points. They share nothing with the kernels but the batch types."""
+"""NumPy twins of the kernels, with the same signatures: float64 arithmetic, one obvious loop a row, bf16 rounding at
+the same points. They share nothing with the kernels but the batch types."""
 
 from __future__ import annotations
 

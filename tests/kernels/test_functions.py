@@ -13,7 +13,7 @@ from kernels_numba.jit import kernel
 from .reference import round_bf16
 
 
-@kernel(parallel=False)
+@kernel
 def scalar_results(x, out):  # type: ignore[no-untyped-def]
     for i in range(x.size):
         out[0, i] = functions.exp(x[i])
@@ -22,7 +22,7 @@ def scalar_results(x, out):  # type: ignore[no-untyped-def]
         out[3, i] = functions.rounded(x[i], True)
 
 
-@kernel(parallel=False)
+@kernel
 def lane_results(x, out):  # type: ignore[no-untyped-def]
     for i in range(0, x.size, 16):
         lanes = simd.load(x, i)
@@ -35,7 +35,8 @@ def lane_results(x, out):  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="module")
 def values() -> np.ndarray:
     rng = np.random.default_rng(0)
-    spread = np.concatenate([np.linspace(-110, 95, 60000), rng.standard_normal(40000), rng.standard_normal(1000) * 1e-6])
+    tiny = rng.standard_normal(1000) * 1e-6
+    spread = np.concatenate([np.linspace(-110, 95, 60000), rng.standard_normal(40000), tiny])
     special = [0.0, -0.0, np.inf, -np.inf, np.nan, 88.72, 88.73, -87.3, -103.9, -104.1, 3e38, -3e38, 1e-40]
     x = np.concatenate([spread, special]).astype(np.float32)
     return np.concatenate([x, np.zeros(-len(x) % 16, np.float32)])

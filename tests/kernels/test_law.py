@@ -1,4 +1,4 @@
-"""One row, one value: each operation gives a row the same bits alone, in any batch, chunk, page order and thread count."""
+"""One row, one value: a row gets the same bits alone, in any batch, chunk, page order and thread count."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def test_mixers_over_chunks_neighbours_and_pages(dtype: str, data: st.DataObject
             rows = [slice(p, p + n) for _, p, n in segments]
             inputs = np.concatenate([qkv[slot][at] for (slot, _, _), at in zip(segments, rows, strict=True)])
             gated = np.concatenate([bcx[slot][at] for (slot, _, _), at in zip(segments, rows, strict=True)])
-            q = backend.attention_inputs(
-                inputs, q_norm, k_norm, EPS, cos, sin, kv, 0, batch, heads, kv_heads
-            )
+            q = backend.attention_inputs(inputs, q_norm, k_norm, EPS, cos, sin, kv, 0, batch, heads, kv_heads)
             out = np.hstack(
                 [backend.attention(q, kv, 0, batch, heads, kv_heads), backend.short_conv(gated, taps, ring, 0, batch)]
             )

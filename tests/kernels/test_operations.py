@@ -125,6 +125,33 @@ def test_short_conv_over_chunks(chunks: tuple[int, ...], dtype: str) -> None:
     assert (np.isnan(ring[0]) if dtype == "float32" else ring[0] == 0x7FC0).all(), "another layer was written"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("start", [0, 1, 2, 31, 40])
+def test_taps_are_the_state_after_a_row(start: int, dtype: str) -> None:
+    """A tap inside a chunk holds what the ring would hold, had the chunk ended there."""
+    rng = np.random.default_rng(start)
+    hidden, layers = 32, 2
+    backend, pages = CpuBackend(dtype), np.zeros((2, 1), np.int32)
+    weight = backend.norm_weight(weights(rng, hidden, 3, scale=1.0))
+    bcx = activations(rng, dtype, start + 70, 3 * hidden)
+    rows = [0, 1, 2, 33, 69]
+    whole = backend.allocate_ring(layers, 2, hidden)
+    if start:
+        backend.short_conv(bcx[:start], weight, whole, 1, make_batch([(1, 0, start)], 2, pages))
+    taps = np.full((len(rows) + 1, layers, 2, hidden), 0x7FC0 if dtype == "bfloat16" else np.nan).astype(whole.dtype)
+    batch = make_batch([(0, 0, 3), (1, start, 70)], 2, pages)
+    both = np.concatenate([activations(rng, dtype, 3, 3 * hidden), bcx[start:]])
+    backend.conv_taps(both, whole, 1, batch, np.array([3 + row for row in rows], np.int32), taps)
+    for tap, row in enumerate(rows):
+        ring, end = backend.allocate_ring(layers, 2, hidden), start + row + 1
+        backend.short_conv(bcx[:end], weight, ring, 1, make_batch([(1, 0, end)], 2, pages))
+        for back, kept in ((2, taps[tap, 1, 0]), (1, taps[tap, 1, 1])):
+            expected = ring[1, 1, (end - back) % RING_ROWS] if end >= back else np.zeros_like(kept)
+            assert (kept == expected).all(), (row, back)
+    untouched = taps[:, 0].ravel()
+    assert (np.isnan(untouched) if dtype == "float32" else untouched == 0x7FC0).all()
+
+
 @pytest.mark.parametrize("back", [1, 2, 16])
 def test_conv_goes_on_from_an_earlier_position(back: int) -> None:
     """Rows taken back (a refused draft) leave the ring usable: history is read by position."""
@@ -200,7 +227,7 @@ def test_attention_rows(rows: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_across_page_edges(dtype: str) -> None:
     edge = PAGE_ROWS
-    rounds = [[(0, 0, edge - 2), (2, 0, 5)], [(0, edge - 2, 1)], [(0, edge - 1, 1)], [(0, edge, 1)], [(0, edge + 1, 520)]]
+    rounds = [[(0, 0, edge - 2), (2, 0, 5)], *([(0, edge + i, 1)] for i in (-2, -1, 0)), [(0, edge + 1, 520)]]
     run_attention(dtype, 2, 1, rounds, 5)
 
 

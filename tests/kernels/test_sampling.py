@@ -42,6 +42,9 @@ def sample_rows(n: int, vocab: int, width: int, **given_fields: Any) -> SampleRo
     fields["bias_value"] = np.array([v for b in biases for v in b.values()], np.float32)
     fields["ban_start"] = np.cumsum([0] + [len(b) for b in bans]).astype(np.int32)
     fields["ban_id"] = np.array([i for b in bans for i in b], np.int32)
+    ahead = given_fields.pop("ahead", [[]] * n)
+    fields["ahead_start"] = np.cumsum([0] + [len(a) for a in ahead]).astype(np.int32)
+    fields["ahead_id"] = np.array([i for a in ahead for i in a], np.int32)
     fields["prompt_seen"] = given_fields.pop("prompt_seen", np.zeros((1, width), np.uint8))
     fields["output_count"] = given_fields.pop("output_count", np.zeros((1, width), np.int32))
     assert not given_fields
@@ -86,7 +89,7 @@ def test_philox_twin(counter: tuple[int, ...], key: tuple[int, int]) -> None:
 
 
 def test_draws_equal_the_twin() -> None:
-    """Every mix of controls at once, logits with many ties (bf16 steps); a row in a thousand may sit on a rounding edge."""
+    """Every mix of controls at once, logits with many ties (bf16 steps); a row may sit on a rounding edge."""
     rng = np.random.default_rng(0)
     n, width, vocab, slots = 600, 203, 197, 4
     logits = round_bf16(rng.standard_normal((n, width)) * 3).astype(np.float32)
@@ -282,3 +285,17 @@ def test_a_row_draws_the_same_alone_and_with_any_threads() -> None:
         alone = sample_rows(1, 1000, width, **{name: values[i] for name, values in fields.items()})
         for got, expected in zip(CpuBackend("bfloat16").sample(logits[i : i + 1], alone), together, strict=True):
             assert_same_bits(got, expected[i : i + 1])
+
+
+@given(st.lists(st.integers(0, 11), max_size=6), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_draft_tokens_ahead_are_penalised_like_drawn_ones(ahead: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(1, 12)).astype(np.float32) * 3
+    seen, counts = rng.integers(0, 2, (1, 12)).astype(np.uint8), rng.integers(0, 3, (1, 12)).astype(np.int32)
+    after = counts + np.bincount(ahead, minlength=12)[None].astype(np.int32)
+    controls = {"temperature": 0.9, "repetition": 1.3, "presence": 0.4, "frequency": 0.7, "prompt_seen": seen}
+    for position in range(20):
+        drafted = sample(logits, **controls, output_count=counts, ahead=[ahead], position=position)
+        drawn = sample(logits, **controls, output_count=after, position=position)
+        assert drafted.token[0] == drawn.token[0]

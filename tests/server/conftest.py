@@ -65,7 +65,7 @@ class Live:
 @contextmanager
 def serving(runtime: Runtime, **options: Any) -> Iterator[Live]:
     app = create_app(runtime, **{"keepalive_s": KEEPALIVE_S, **options})
-    config = uvicorn.Config(app, port=0, log_level="error", lifespan="on", ws="none", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, port=0, log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -122,6 +122,8 @@ def real(_real: Live) -> Iterator[Live]:
     """A server over a real engine of four pages; every test must leave the pool as it found it."""
     yield _real
     assert _real.settled(), _real.engine.census()
+    counters = _real.engine.stats().counters
+    assert (counters.census_errors, counters.failed_steps) == (0, 0)
 
 
 @pytest.fixture

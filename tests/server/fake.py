@@ -11,9 +11,11 @@ from typing import Any
 from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.config import GenerationDefaults, ModelConfig
-from lfm2serve.engine import EngineCounters, EngineStats
+from lfm2serve.counters import CacheStats, EngineCounters, EngineStats
 from lfm2serve.errors import EngineDead, Lfm2Error
 from lfm2serve.memory.pages import Census
+from lfm2serve.memory.plan import make_plan
+from lfm2serve.memory.prompt_cache import CacheCounters
 from lfm2serve.options import EngineOptions
 from lfm2serve.runtime import Runtime
 from lfm2serve.sampling import SamplingParams
@@ -47,20 +49,21 @@ class FakeEngine:
         self.top_logprob = -0.5
         self.submitted: list[dict[str, Any]] = []
         self.cancels: list[int] = []
+        self.told: list[tuple[int, list[int] | None]] = []  # what comes back of each stream; None: nothing
         self._streams: dict[int, FakeStream] = {}
         self._changed = threading.Condition()
 
-    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, *, seed: int, choice: int = 0) -> int:
+    def submit(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, **how: Any) -> int:
         if self.refuse_after == 0:
             raise EngineDead("no more")
         if self.refuse_after is not None:
             self.refuse_after -= 1
-        self.submitted.append({"prompt": list(prompt), "params": params, "seed": seed, "choice": choice})
+        self.submitted.append({"prompt": list(prompt), "params": params, **how})
         stream_id = len(self.submitted)
         stream = FakeStream(prompt, params, sink)
         with self._changed:
             self._streams[stream_id] = stream
-        threading.Thread(target=self._play, args=(stream_id, stream, list(prompt), choice), daemon=True).start()
+        threading.Thread(target=self._play, args=(stream_id, stream, list(prompt), how["choice"]), daemon=True).start()
         return stream_id
 
     def cancel(self, stream_id: int) -> None:
@@ -68,6 +71,15 @@ class FakeEngine:
             self.cancels.append(stream_id)
             if stream_id in self._streams:
                 self._streams[stream_id].cancelled.set()
+
+    def returned(self, stream_id: int, token_ids: Sequence[int]) -> None:
+        self.told.append((stream_id, list(token_ids)))
+
+    def forget(self, stream_id: int) -> None:
+        self.told.append((stream_id, None))
+
+    def clear_prompt_cache(self) -> int:
+        return 3
 
     def _play(self, stream_id: int, stream: FakeStream, prompt: list[int], choice: int) -> None:
         params, metrics = stream.params, stream.metrics
@@ -125,7 +137,8 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         census = self.census()
-        return EngineStats(0, 0, census.leased, census, EngineCounters(prompt_tokens=11, generated_tokens=22))
+        cache = CacheStats(0, 0, 0, 0, 0.0, CacheCounters())
+        return EngineStats(0, 0, census.leased, 0, census, cache, EngineCounters())
 
     def drain(self, timeout: float | None = None) -> bool:
         with self._changed:
@@ -140,22 +153,24 @@ class FakeEngine:
         self.refuse_after, self.fault, self.alive, self.top_logprob = None, None, True, -0.5
         self.submitted.clear()
         self.cancels.clear()
+        self.told.clear()
 
 
 def fake_runtime(path: Path) -> Runtime:
     """A runtime with a checkpoint's tokenizer and template, and a fake engine."""
     tokenizer = Tokenizer.from_dir(path)
+    config = ModelConfig.from_dir(path)
     eos = tokenizer.token_id("<|im_end|>")
     assert eos is not None
     return Runtime(
         name="fake-model",
         path=path,
-        config=ModelConfig.from_dir(path),
+        config=config,
         options=EngineOptions(),
         tokenizer=tokenizer,
         template=ChatTemplate.from_dir(path, tokenizer),
         generation=GenerationDefaults.from_dir(path),
-        plan=None,  # type: ignore[arg-type]
+        plan=make_plan(config, EngineOptions(), weight_bytes=0),
         engine=FakeEngine(tokenizer.size, eos),  # type: ignore[arg-type]
     )
 

@@ -26,7 +26,8 @@ def joined(stream: Any, index: int = 0) -> tuple[str, str | None]:
 
 
 def test_shape_of_a_whole_reply(real: Live) -> None:
-    reply = real.chat(model="any/name at all", max_tokens=5, extra_body={"ignore_eos": True})
+    extra = {"ignore_eos": True, "prompt_cache": False}
+    reply = real.chat(model="any/name at all", max_tokens=5, extra_body=extra)
     assert reply.id.startswith("chatcmpl-") and reply.object == "chat.completion" and reply.created > 1e9
     assert reply.model == "any/name at all"
     [choice] = reply.choices
@@ -58,8 +59,9 @@ def test_first_and_last_chunk(real: Live) -> None:
 
 
 def test_usage_chunk_only_when_asked_and_before_done(real: Live) -> None:
-    whole = real.chat()
-    *chunks, last = real.chat(stream=True, stream_options={"include_usage": True})
+    extra = {"prompt_cache": False}
+    whole = real.chat(extra_body=extra)
+    *chunks, last = real.chat(stream=True, stream_options={"include_usage": True}, extra_body=extra)
     assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks)
     assert last.choices == [] and last.usage == whole.usage
     for options in ({"include_usage": False}, None):
@@ -196,19 +198,19 @@ def test_max_completion_tokens_is_max_tokens(real: Live) -> None:
 
 
 def test_null_is_absent_and_labels_change_nothing(real: Live) -> None:
-    plain = real.post("/v1/chat/completions", messages=USER, temperature=0, max_tokens=8).json()
+    same = {"messages": USER, "temperature": 0, "max_tokens": 8, "prompt_cache": False}
+    plain = real.post("/v1/chat/completions", **same).json()
     names = ["stop", "seed", "n", "tools", "tool_choice", "response_format", "logit_bias", "stream", "reasoning_effort"]
     nulls = dict.fromkeys([*names, "top_k", "logprobs", "suffix", "draft", "stream_options", "model", "unheard_of"])
     labels = {
         "user": "u", "metadata": {"a": "b"}, "store": False, "safety_identifier": "s", "service_tier": "auto",
         "prompt_cache_key": "k", "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "n": 1,
-        "response_format": {"type": "text"}, "modalities": ["text"], "draft": False, "prompt_cache": False,
+        "response_format": {"type": "text"}, "modalities": ["text"], "draft": False,
         "spaces_between_special_tokens": True, "add_special_tokens": False, "top_k": -1,
     }  # fmt: skip
     tools = {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"}
     for more in (nulls, labels, tools):
-        fields = {"messages": USER, "temperature": 0, "max_tokens": 8} | more
-        answer = real.post("/v1/chat/completions", **fields)
+        answer = real.post("/v1/chat/completions", **same | more)
         assert answer.status_code == 200, answer.text
         assert answer.json()["choices"] == plain["choices"] and answer.json()["usage"] == plain["usage"]
 

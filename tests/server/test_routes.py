@@ -82,7 +82,8 @@ def test_health(real: Live) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_metrics_count_a_request(real: Live, stream: bool) -> None:
     before = values(real)
-    answer = real.complete("Hello", max_tokens=7, stream=stream, extra_body={"ignore_eos": True})
+    plain = {"ignore_eos": True, "draft": False, "prompt_cache": False}
+    answer = real.complete("Hello", max_tokens=7, stream=stream, extra_body=plain)
     if stream:
         list(answer)
     gained = {name: value - before.get(name, 0.0) for name, value in values(real).items()}

@@ -244,6 +244,14 @@ def test_every_sampling_field_reaches_the_engine(fake: Live) -> None:
         assert (first["seed"], second["seed"], first["choice"], second["choice"]) == (9, 9, 0, 1)
 
 
+def test_drafts_and_the_prompt_cache_can_be_switched_off(fake: Live) -> None:
+    fake.post("/v1/completions", prompt="a")
+    fake.post("/v1/completions", prompt="a", draft=False)
+    fake.post("/v1/chat/completions", messages=USER, prompt_cache=False)
+    asked = [(request["draft"], request["prompt_cache"]) for request in fake.engine.submitted]
+    assert asked == [(True, True), (False, True), (True, False)]
+
+
 def test_one_request_draws_one_seed(fake: Live) -> None:
     fake.post("/v1/completions", prompt=["a", "b"], n=2)
     assert len({request["seed"] for request in fake.engine.submitted}) == 1

@@ -1,0 +1,198 @@
+"""Answers the held-out questions greedily and scores the replies.
+
+    python evaluate.py                                   # our engine, the packaged model
+    python evaluate.py --engine transformers --save hf.json
+    python evaluate.py --compare hf.json                 # our replies against saved ones, token by token
+
+A saved reply holds its token ids and, from transformers, each token's lead over the second-best one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ENDS = ("<|im_end|>", "<|endoftext|>")
+REPLY = re.compile(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>", re.S)
+MAX_TOKENS = 1000
+
+Item = dict[str, Any]
+Reply = dict[str, Any]          # {"text", "ids", "margins"}
+Answer = Callable[[list[Item]], list[Reply]]
+
+
+def calls_of(text: str) -> list[dict[str, Any]] | None:
+    """The calls of a reply, [{"name", "arguments"}], or None if they don't parse."""
+    found = REPLY.search(text)
+    if not found:
+        return None
+    try:
+        tree = ast.parse(found[1].strip(), mode="eval").body
+        assert isinstance(tree, ast.List)
+        out = []
+        for call in tree.elts:
+            assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
+            out.append({"name": call.func.id, "arguments": {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}})
+        return out
+    except (SyntaxError, ValueError, AssertionError):
+        return None
+
+
+def holds(text: str, value: str) -> bool:
+    """Whether the value stands in the text, not inside a longer word or number."""
+    pattern = re.escape(value)
+    if value[:1].isalnum():
+        pattern = r"(?<!\w)" + pattern
+    if value[-1:].isalnum():
+        pattern += r"(?!\w)"
+    return re.search(pattern, text) is not None
+
+
+def body(text: str) -> str:
+    for end in ENDS:
+        text = text.removesuffix(end)
+    return text
+
+
+def right(check: dict[str, Any], reply: str) -> bool:
+    """Whether one reply passes; a tool question's calls only (its second reply is checked by `used`)."""
+    text = body(reply)
+    ended = text != reply
+    if check["type"] == "exact":
+        return ended and text == check["value"]
+    if check["type"] == "contains":
+        return ended and all(holds(text, v) for v in check["values"])
+    if check["type"] == "json":
+        try:
+            return ended and json.loads(text) == check["value"]
+        except json.JSONDecodeError:
+            return False
+    if check["type"] == "story":
+        sentences = re.split(r"(?<=[.!?]) ", text.replace("\n\n", " "))
+        loops = any(sentences.count(s) > 4 for s in sentences)
+        return ended and check["name"] in text and text.endswith("The end.") and not loops
+    assert check["type"] == "calls"
+    return ended and calls_of(text) == check["calls"]
+
+
+def follow_up(item: Item, reply: Reply) -> Item | None:
+    """The conversation of a tool question after its calls have been run, or None if they did not parse."""
+    calls = calls_of(reply["text"])
+    if calls is None:
+        return None
+    messages = [*item["messages"], {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}]
+    messages += [{"role": "tool", "content": r} for r in item["check"]["results"]]
+    check = {"type": "contains", "values": item["check"]["values"]}
+    return {**item, "id": item["id"] + "-result", "messages": messages, "check": check}
+
+
+def ours(model: str) -> Answer:
+    from lfm2serve import LLM, SamplingParams
+
+    llm = LLM(model)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+    def answer(items: list[Item]) -> list[Reply]:
+        plain = [i for i in items if "tools" not in i]
+        outputs = dict(zip([i["id"] for i in plain], llm.chat([i["messages"] for i in plain], params), strict=True)) if plain else {}
+        for item in items:
+            if "tools" in item:
+                outputs[item["id"]] = llm.chat([item["messages"]], params, tools=item["tools"])[0]
+        replies = [list(outputs[i["id"]].outputs[0].token_ids) for i in items]
+        return [{"text": llm.get_tokenizer().decode(ids, skip_special_tokens=False), "ids": ids} for ids in replies]
+
+    return answer
+
+
+def theirs(model: str) -> Answer:
+    """transformers, one prompt at a time in bf16."""
+    import torch
+    from transformers import AutoTokenizer, Lfm2MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = Lfm2MoeForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+
+    def answer(items: list[Item]) -> list[Reply]:
+        replies = []
+        for item in items:
+            text = tokenizer.apply_chat_template(item["messages"], tools=item.get("tools"), add_generation_prompt=True, tokenize=False)
+            prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+            out = network.generate(**prompt, max_new_tokens=MAX_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True)
+            ids = out.sequences[0, prompt["input_ids"].shape[1] :].tolist()
+            best = [step[0].float().topk(2).values for step in out.logits]
+            replies.append({"text": tokenizer.decode(ids, skip_special_tokens=False), "ids": ids,
+                            "margins": [round(float(b[0] - b[1]), 4) for b in best]})
+        return replies
+
+    return answer
+
+
+def kind_of(item: Item) -> str:
+    """The line of the score table an item counts in."""
+    if item["kind"] != "recall":
+        return str(item["kind"])
+    return "recall, 2,000+ tokens" if item["prompt_tokens"] >= 2000 else "recall, shorter"
+
+
+def compare(replies: dict[str, Reply], other: dict[str, Reply]) -> None:
+    same = [k for k in replies if replies[k]["ids"] == other[k]["ids"]]
+    print(f"equal to the saved replies: {len(same)}/{len(replies)} = {len(same) / len(replies):.1%}")
+    for key in replies:
+        a, b = replies[key]["ids"], other[key]["ids"]
+        if a != b:
+            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+            margins = other[key].get("margins") or replies[key].get("margins") or []
+            print(f"  {key}: first differs at token {at}, lead there {margins[at] if at < len(margins) else 'unknown'}")
+
+
+def main() -> None:
+    ap = argparse.ArgumentParser()
+    ap.add_argument("--model", default="demo", help="demo (the packaged one) or a directory")
+    ap.add_argument("--engine", choices=("lfm2serve", "transformers"), default="lfm2serve")
+    ap.add_argument("--questions", type=Path, default=HERE.parents[1] / "tests" / "data" / "demo_questions.jsonl")
+    ap.add_argument("--kinds", nargs="*", help="only these kinds")
+    ap.add_argument("--save", type=Path)
+    ap.add_argument("--compare", type=Path)
+    ap.add_argument("--show", type=int, default=10, help="how many wrong replies to print")
+    args = ap.parse_args()
+
+    items = [json.loads(line) for line in args.questions.read_text().splitlines()]
+    items = [i for i in items if not args.kinds or i["kind"] in args.kinds]
+    if args.engine == "transformers" and args.model == "demo":
+        args.model = str(HERE.parents[1] / "lfm2serve" / "demo")
+    answer = ours(args.model) if args.engine == "lfm2serve" else theirs(args.model)
+
+    replies = {i["id"]: r for i, r in zip(items, answer(items), strict=True)}
+    followed = [f for i in items if i["kind"] == "tools" and (f := follow_up(i, replies[i["id"]]))]
+    replies.update({f["id"]: r for f, r in zip(followed, answer(followed), strict=True)})
+    second = {f["id"]: f for f in followed}
+
+    score: dict[str, list[bool]] = {}
+    shown = 0
+    for item in items:
+        reply = replies[item["id"]]["text"]
+        good = right(item["check"], reply)
+        if item["kind"] == "tools" and good:
+            key = item["id"] + "-result"
+            reply = replies[key]["text"]
+            good = right(second[key]["check"], reply)
+        score.setdefault(kind_of(item), []).append(good)
+        if not good and shown < args.show:
+            shown += 1
+            print(f"wrong: {item['id']}\n  asked {item['messages'][-1]['content'][-150:]!r}\n  got   {reply[:200]!r}\n  want  {item['answer'][:200]!r}")
+    for kind, results in score.items():
+        print(f"{kind:24s} {sum(results):3d}/{len(results):3d} = {sum(results) / len(results):.1%}")
+    if args.save:
+        args.save.write_text(json.dumps(replies, ensure_ascii=False) + "\n")
+    if args.compare:
+        compare(replies, json.loads(args.compare.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,539 @@
+"""Drawing tokens and their log-probabilities, one block a row. Of equal logits the lower id comes first everywhere.
+
+A weight exp((z - largest) / temperature) is held as a whole number of 2**-40. Sums of whole numbers don't depend on their
+order, so any thread may add any part of a row, atomically too, and a row's draw has one value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+
+from .compiler import kernel
+from .functions import ONE, ZERO, exp, log
+from .scalar import (
+    SIMULATED,
+    add,
+    bits_of,
+    device,
+    div,
+    high_product,
+    let_next_start,
+    mul,
+    sub,
+    to_weight,
+    wait_for_earlier,
+)
+from .unroll import registers, static, unrolled
+
+THREADS = 64 if SIMULATED else 512
+BINS = THREADS
+CHUNKS = 32  # parts of the vocabulary whose weights are summed before one of them is searched
+CHUNK_THREADS = THREADS // CHUNKS
+LOWEST = np.float32(-np.inf)
+NAN = np.float32(np.nan)
+BINS_A_LOGIT = np.float32(BINS / 32)
+MASK = np.uint64(0xFFFFFFFF)
+WHOLE = np.float32(2.0**-40)
+EVERY = np.int32(0x7FFFFFFF)
+
+
+@device
+def random_bits(seed, choice, position):
+    """The first 64 bits of Philox4x32-10 (Salmon et al., SC 2011) at counter (position, choice, 0, 0), key seed."""
+    c0, c1, c2, c3 = np.uint64(position), np.uint64(choice), np.uint64(0), np.uint64(0)
+    k0, k1 = np.uint64(seed) & MASK, np.uint64(seed) >> np.uint64(32)
+    for _ in range(10):
+        a = np.uint64(0xD2511F53) * c0
+        b = np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (b >> np.uint64(32)) ^ c1 ^ k0, b & MASK, (a >> np.uint64(32)) ^ c3 ^ k1, a & MASK
+        k0 = (k0 + np.uint64(0x9E3779B9)) & MASK
+        k1 = (k1 + np.uint64(0xBB67AE85)) & MASK
+    return (c0 << np.uint64(32)) | c1
+
+
+@device
+def order(z):
+    """Whole numbers that ascend as logits descend; -0.0 is 0.0."""
+    bits = bits_of(add(z, ZERO))
+    if bits >> np.uint32(31):
+        return np.uint32(bits)
+    return np.uint32(~np.uint32(bits | np.uint32(0x80000000)))
+
+
+@device
+def before(value, at, other, other_at):
+    """Whether `other` comes first: larger, or equal with a lower id."""
+    return other > value or (other == value and other_at < at)
+
+
+@device
+def block_first(value, at, values, ids):
+    """The block's first (value, id); the shared arrays are free again afterwards."""
+    thread = cuda.threadIdx.x
+    values[thread], ids[thread] = value, at
+    cuda.syncthreads()
+    stride = THREADS >> 1
+    while stride > 0:
+        if thread < stride and before(values[thread], ids[thread], values[thread + stride], ids[thread + stride]):
+            values[thread], ids[thread] = values[thread + stride], ids[thread + stride]
+        cuda.syncthreads()
+        stride >>= 1
+    value, at = values[0], ids[0]
+    cuda.syncthreads()
+    return value, at
+
+
+@device
+def block_scan(x, sums):
+    """Inclusive sums over threads, left in `sums` (shared uint64)."""
+    thread = cuda.threadIdx.x
+    sums[thread] = x
+    cuda.syncthreads()
+    stride = 1
+    while stride < THREADS:
+        lower = np.uint64(0)
+        if thread >= stride:
+            lower = sums[thread - stride]
+        cuda.syncthreads()
+        sums[thread] += lower
+        cuda.syncthreads()
+        stride *= 2
+
+
+@device
+def block_sum(x, sums):
+    block_scan(x, sums)
+    total = sums[THREADS - 1]
+    cuda.syncthreads()
+    return total
+
+
+@device
+@unrolled
+def first_of(z, start, vocab, last, last_at, values, ids):
+    """Value and id of the first logit that comes after (last, last_at)."""
+    best, best_at = LOWEST, EVERY
+    for base in range(cuda.threadIdx.x, vocab, 8 * THREADS):
+        v = registers(8)
+        for i in static(8):
+            v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+        for i in static(8):
+            at = np.int32(base + i * THREADS)
+            if at < vocab and before(best, best_at, v[i], at) and before(v[i], at, last, last_at):
+                best, best_at = v[i], at
+    return block_first(best, best_at, values, ids)
+
+
+@device
+def probability(z, largest, temperature):
+    """exp((z - largest) / temperature)"""
+    return exp(div(sub(z, largest), temperature))
+
+
+@device
+@unrolled
+def kept_mass(z, start, vocab, largest, temperature, limit, ties, sums):
+    """Weight of the logits whose order is below `limit`, and of the first `ties` at it."""
+    mass, tied, each = np.uint64(0), np.uint64(0), np.uint64(0)
+    for base in range(cuda.threadIdx.x, vocab, 8 * THREADS):
+        v = registers(8)
+        for i in static(8):
+            v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+        for i in static(8):
+            place = order(v[i])
+            if base + i * THREADS < vocab and place <= limit:
+                weight = to_weight(probability(v[i], largest, temperature))
+                if place < limit:
+                    mass += weight
+                else:
+                    tied += np.uint64(1)
+                    each = weight
+    total = block_sum(mass, sums)
+    count = block_sum(tied, sums)
+    if tied > np.uint64(0):
+        sums[0] = each
+    cuda.syncthreads()
+    if count > np.uint64(0):
+        total += sums[0] * min(count, np.uint64(ties))
+    cuda.syncthreads()
+    return total
+
+
+@device
+@unrolled
+def select(z, start, vocab, largest, temperature, counting, limit, need, sums, low, high, found):
+    """The shortest run of logits, in order, that amounts to `need`: (order of its last, how many of that order).
+
+    The amount of a logit is 1 where `counting`, else its weight. Only logits up to order `limit` take part. First by bins
+    of equal width in the logit, which spread the work, then within one bin by bins of the exact order.
+    """
+    thread = cuda.threadIdx.x
+    first, last = np.uint32(0), np.uint32(0xFFFFFFFF)
+    shift = np.uint32(32)  # 32: bins of logits
+    above = np.uint64(0)
+    while True:
+        low[thread], high[thread] = np.uint32(0), np.uint32(0)
+        cuda.syncthreads()
+        for base in range(thread, vocab, 8 * THREADS):
+            v = registers(8)
+            for i in static(8):
+                v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+            for i in static(8):
+                place = order(v[i])
+                if base + i * THREADS < vocab and place <= limit and place >= first and place <= last:
+                    chosen = np.uint32(BINS - 1)
+                    if shift == np.uint32(32):
+                        far = mul(sub(largest, v[i]), BINS_A_LOGIT)
+                        if far < np.float32(BINS - 1):
+                            chosen = np.uint32(far)
+                    else:
+                        chosen = np.uint32(np.uint32(place - first) >> shift)
+                    amount = np.uint64(1)
+                    if not counting:
+                        amount = to_weight(probability(v[i], largest, temperature))
+                    if shift != np.uint32(32) or chosen != np.uint32(BINS - 1):  # nobody asks for the last bin's amount
+                        part = np.uint32(amount & MASK)
+                        old = cuda.atomic.add(low, chosen, part)
+                        carry = np.uint32(1) if np.uint32(old + part) < part else np.uint32(0)
+                        more = np.uint32(np.uint32(amount >> np.uint64(32)) + carry)
+                        if more != np.uint32(0):
+                            cuda.atomic.add(high, chosen, more)
+        cuda.syncthreads()
+        amount = (np.uint64(high[thread]) << np.uint64(32)) | np.uint64(low[thread])
+        block_scan(amount, sums)
+        if thread == 0:
+            found[0] = np.uint32(BINS - 1)
+        cuda.syncthreads()
+        reached = above + sums[thread]
+        if reached >= need and reached - amount < need:
+            found[0] = np.uint32(thread)
+        cuda.syncthreads()
+        chosen = found[0]
+        if chosen > np.uint32(0):
+            above += sums[chosen - 1]
+        if shift == np.uint32(0):
+            amount = (np.uint64(high[chosen]) << np.uint64(32)) | np.uint64(low[chosen])
+            first = np.uint32(first + chosen)
+            break
+        if shift == np.uint32(32):
+            # the orders of the bin's first and last logit
+            if thread == 0:
+                found[1], found[2] = np.uint32(0xFFFFFFFF), np.uint32(0)
+            cuda.syncthreads()
+            mine_first, mine_last = np.uint32(0xFFFFFFFF), np.uint32(0)
+            for base in range(thread, vocab, 8 * THREADS):
+                v = registers(8)
+                for i in static(8):
+                    v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+                for i in static(8):
+                    place = order(v[i])
+                    if base + i * THREADS < vocab and place <= limit:
+                        inside = np.uint32(BINS - 1)
+                        far = mul(sub(largest, v[i]), BINS_A_LOGIT)
+                        if far < np.float32(BINS - 1):
+                            inside = np.uint32(far)
+                        if inside == chosen:
+                            mine_first, mine_last = min(mine_first, place), max(mine_last, place)
+            cuda.atomic.min(found, 1, mine_first)
+            cuda.atomic.max(found, 2, mine_last)
+            cuda.syncthreads()
+            first, last = found[1], found[2]
+        else:
+            first = np.uint32(first + np.uint32(chosen << shift))
+            last = min(last, np.uint32(first + np.uint32(np.uint32(np.uint32(1) << shift) - np.uint32(1))))
+        shift = np.uint32(0)
+        while np.uint32(np.uint32(last - first) >> shift) >= np.uint32(BINS):
+            shift = np.uint32(shift + np.uint32(1))
+        cuda.syncthreads()
+    # `amount` is shared by logits of one order, so of equal amounts
+    each = np.uint64(1)
+    if not counting:
+        if thread == 0:
+            sums[0] = np.uint64(1)
+        cuda.syncthreads()
+        for at in range(thread, vocab, THREADS):
+            if order(z[start + at]) == first:
+                sums[0] = to_weight(probability(z[start + at], largest, temperature))
+        cuda.syncthreads()
+        each = max(sums[0], np.uint64(1))
+    cuda.syncthreads()
+    left = need - above
+    return first, np.int32(max(np.uint64(1), (left + each - np.uint64(1)) // each))
+
+
+@device
+def member_weight(value, largest, temperature, min_p, limit):
+    """Weight of a logit that is kept if its order is at most `limit` and its probability at least min_p."""
+    p = probability(value, largest, temperature)
+    if order(value) > limit or p < min_p:
+        return np.uint64(0)
+    return to_weight(p)
+
+
+@device
+@unrolled
+def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random, sums, low, found):
+    """The id at which the kept weights, summed over ascending ids, pass random * 2**-64 of their total."""
+    thread = cuda.threadIdx.x
+    size = (vocab + CHUNKS - 1) // CHUNKS
+    chunk = thread // CHUNK_THREADS
+    stop = min((chunk + 1) * size, vocab)
+    mass, each, tied = np.uint64(0), np.uint64(0), np.uint32(0)
+    for base in range(chunk * size + thread % CHUNK_THREADS, stop, 8 * CHUNK_THREADS):
+        v = registers(8)
+        for i in static(8):
+            v[i] = z[start + base + i * CHUNK_THREADS] if base + i * CHUNK_THREADS < stop else LOWEST
+        for i in static(8):
+            if base + i * CHUNK_THREADS < stop:
+                weight = member_weight(v[i], largest, temperature, min_p, limit)
+                if order(v[i]) == limit:
+                    tied += np.uint32(1)
+                    each = weight
+                else:
+                    mass += weight
+    sums[thread], low[thread] = mass, tied
+    if thread == 0:
+        found[3], found[4] = np.uint32(0), np.uint32(0)
+    cuda.syncthreads()
+    if tied > np.uint32(0):  # all that are tied write the same
+        found[3], found[4] = np.uint32(each & MASK), np.uint32(each >> np.uint64(32))
+    cuda.syncthreads()
+    each = (np.uint64(found[4]) << np.uint64(32)) | np.uint64(found[3])
+    if thread < CHUNKS:
+        mass, tied = np.uint64(0), np.uint32(0)
+        for i in range(thread * CHUNK_THREADS, (thread + 1) * CHUNK_THREADS):
+            mass += sums[i]
+            tied += low[i]
+    cuda.syncthreads()
+    if thread < CHUNKS:
+        sums[thread], low[thread] = mass, tied
+    cuda.syncthreads()
+    # every thread finds the chunk
+    total, left = np.uint64(0), np.int64(ties)
+    for c in range(CHUNKS):
+        kept = min(np.int64(low[c]), left)
+        total += sums[c] + each * np.uint64(kept)
+        left -= kept
+    target = high_product(random, total)
+    left = np.int64(ties)
+    chosen, chosen_left = 0, left
+    passed = np.uint64(0)
+    begun = np.uint64(0)
+    for c in range(CHUNKS):
+        kept = min(np.int64(low[c]), left)
+        amount = sums[c] + each * np.uint64(kept)
+        if passed <= target and target < passed + amount:
+            chosen, chosen_left, begun = c, left, passed
+        passed += amount
+        left -= kept
+    cuda.syncthreads()
+    # consecutive ids of the chunk a thread
+    share = (size + THREADS - 1) // THREADS
+    stop = min((chosen + 1) * size, vocab)
+    first = min(chosen * size + thread * share, stop)
+    last = min(first + share, stop)
+    mine = np.uint64(0)
+    for at in range(first, last):
+        if order(z[start + at]) == limit:
+            mine += np.uint64(1)
+    block_scan(mine, sums)
+    left = chosen_left - np.int64(sums[thread] - mine)
+    cuda.syncthreads()
+    mass, still = np.uint64(0), left
+    for at in range(first, last):
+        value = z[start + at]
+        at_limit = order(value) == limit
+        if not at_limit or still > 0:
+            mass += member_weight(value, largest, temperature, min_p, limit)
+        if at_limit:
+            still -= 1
+    block_scan(mass, sums)
+    passed = begun + sums[thread] - mass
+    if thread == 0:
+        found[0] = np.uint32(best)
+    cuda.syncthreads()
+    if passed <= target and target < passed + mass:
+        token = best
+        for at in range(first, last):
+            value = z[start + at]
+            at_limit = order(value) == limit
+            if not at_limit or left > 0:
+                weight = member_weight(value, largest, temperature, min_p, limit)
+                if passed <= target and target < passed + weight:
+                    token = at
+                passed += weight
+            if at_limit:
+                left -= 1
+        found[0] = np.uint32(token)
+    cuda.syncthreads()
+    token = np.int32(found[0])
+    cuda.syncthreads()
+    return token
+
+
+@device
+def penalized(value, repetition, presence, frequency, count):
+    """Repetition penalty of a token of prompt or output (arXiv 1909.05858), then OpenAI's two for `count` in the output."""
+    value = div(value, repetition) if value > ZERO else mul(value, repetition)
+    if count > 0:
+        value = sub(sub(value, presence), mul(frequency, np.float32(count)))
+    return value
+
+
+@device
+def adjust(
+    logits, z, start, vocab, bias_first, bias_last, bias_id, bias_value, ban_first, ban_last, ban_id, penalised, repetition,
+    presence, frequency, prompt_seen, output_count, table, ahead_first, ahead_last, ahead_id,
+):  # fmt: skip
+    """z = the row's logits with biases, bans and penalties."""
+    thread = cuda.threadIdx.x
+    for at in range(thread, vocab, THREADS):
+        z[start + at] = logits[start + at]
+    cuda.syncthreads()
+    for i in range(bias_first + thread, bias_last, THREADS):
+        if 0 <= bias_id[i] and bias_id[i] < vocab:
+            z[start + bias_id[i]] = add(z[start + bias_id[i]], bias_value[i])
+    cuda.syncthreads()
+    for i in range(ban_first + thread, ban_last, THREADS):
+        if 0 <= ban_id[i] and ban_id[i] < vocab:
+            z[start + ban_id[i]] = LOWEST
+    cuda.syncthreads()
+    if penalised:
+        for at in range(thread, vocab, THREADS):
+            count = output_count[table + at]
+            for i in range(ahead_first, ahead_last):
+                if ahead_id[i] == at:
+                    count += 1
+            if prompt_seen[table + at] != 0 or count > 0:
+                z[start + at] = penalized(z[start + at], repetition, presence, frequency, count)
+        cuda.syncthreads()
+
+
+@device
+@unrolled
+def log_probabilities(logits, start, vocab, token, top_n, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums):
+    """Log-probability and rank of `token`, and the `top_n` best ids with theirs, normalised over [0, vocab)."""
+    thread = cuda.threadIdx.x
+    largest, _ = first_of(logits, start, vocab, np.float32(np.inf), np.int32(-1), values, ids)
+    own = logits[start + token]
+    total, ahead = np.uint64(0), np.uint64(0)
+    for base in range(thread, vocab, 8 * THREADS):
+        v = registers(8)
+        for i in static(8):
+            v[i] = logits[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+        for i in static(8):
+            at = base + i * THREADS
+            if at < vocab:
+                total += to_weight(exp(sub(v[i], largest)))
+                if before(own, token, v[i], at):
+                    ahead += np.uint64(1)
+    norm = log(mul(np.float32(block_sum(total, sums)), WHOLE))
+    place = block_sum(ahead, sums)
+    if thread == 0:
+        logprob[row] = sub(sub(own, largest), norm)
+        rank[row] = np.int32(place) + 1
+    value, at = np.float32(np.inf), np.int32(-1)
+    for i in range(min(top_n, vocab)):
+        value, at = first_of(logits, start, vocab, value, at, values, ids)
+        if thread == 0:
+            top_ids[row * most + i] = at
+            top_logprobs[row * most + i] = sub(sub(value, largest), norm)
+
+
+@device
+def nothing_asked(row, most, first, logprob, rank, top_ids, top_logprobs):
+    """Mark entries from `first` on as unwanted; the token's own too where `first` is negative."""
+    thread = cuda.threadIdx.x
+    for i in range(max(first, 0) + thread, most, THREADS):
+        top_ids[row * most + i] = -1
+        top_logprobs[row * most + i] = NAN
+    if first < 0 and thread == 0:
+        logprob[row] = NAN
+        rank[row] = 0
+
+
+@kernel(
+    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* u8* i32* i32* i32* f32* i32* i32* i32* i32* i32* i32 "
+    "i32* i32* f32* i32* i32* f32*",
+    threads=THREADS,
+)
+def sample(
+    logits, width, vocab, adjusted, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice, position,
+    slot, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id, ahead_start, ahead_id, top_n, most,
+    drawn, token, logprob, rank, top_ids, top_logprobs,
+):  # fmt: skip
+    """One token a row of logits [rows, width]; the controls are batch.SampleRows. Grid [rows].
+
+    drawn [slots]: the token by slot, for the next round. A row whose slot is -1 is padding and gets token 0. Where a
+    penalty is on, the drawn token is added to output_count. most: width of top_ids and top_logprobs. adjusted: scratch
+    [rows, width].
+    """
+    values = cuda.shared.array(THREADS, np.float32)
+    ids = cuda.shared.array(THREADS, np.int32)
+    sums = cuda.shared.array(THREADS, np.uint64)
+    low = cuda.shared.array(BINS, np.uint32)
+    high = cuda.shared.array(BINS, np.uint32)
+    found = cuda.shared.array(8, np.uint32)
+    let_next_start()
+    wait_for_earlier()
+    row, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    if slot[row] < 0:
+        if thread == 0:
+            token[row] = 0
+        nothing_asked(row, most, -1, logprob, rank, top_ids, top_logprobs)
+        return
+    start = np.int64(row) * width
+    table = np.int64(slot[row]) * width
+    penalised = repetition[row] != ONE or presence[row] != ZERO or frequency[row] != ZERO
+    z = logits
+    if penalised or bias_start[row + 1] > bias_start[row] or ban_start[row + 1] > ban_start[row]:
+        adjust(
+            logits, adjusted, start, vocab, bias_start[row], bias_start[row + 1], bias_id, bias_value, ban_start[row],
+            ban_start[row + 1], ban_id, penalised, repetition[row], presence[row], frequency[row], prompt_seen, output_count,
+            table, ahead_start[row], ahead_start[row + 1], ahead_id,
+        )  # fmt: skip
+        z = adjusted
+    largest, chosen = first_of(z, start, vocab, np.float32(np.inf), np.int32(-1), values, ids)
+    chosen = min(chosen, np.int32(vocab - 1))
+    if temperature[row] > ZERO and largest > LOWEST and largest < np.float32(np.inf):
+        warmth = temperature[row]
+        limit, ties = np.uint32(0xFFFFFFFF), EVERY
+        if top_k[row] > 0 and top_k[row] < vocab:
+            limit, ties = select(
+                z, start, vocab, largest, warmth, True, limit, np.uint64(top_k[row]), sums, low, high, found
+            )
+        if top_p[row] < ONE:
+            mass = kept_mass(z, start, vocab, largest, warmth, limit, ties, sums)
+            share = np.uint64(mul(top_p[row], np.float32(4294967296.0))) << np.uint64(32)
+            need = max(high_product(mass, share), np.uint64(1))
+            limit, ties = select(z, start, vocab, largest, warmth, False, limit, need, sums, low, high, found)
+        random = random_bits(seed[row], choice[row], position[row]) >> np.uint64(11) << np.uint64(11)
+        chosen = draw(z, start, vocab, largest, chosen, warmth, min_p[row], limit, ties, random, sums, low, found)
+    if thread == 0:
+        token[row] = chosen
+        drawn[slot[row]] = chosen
+        if penalised:
+            output_count[table + chosen] += 1
+    asked = top_n[row]
+    nothing_asked(row, most, asked, logprob, rank, top_ids, top_logprobs)
+    if asked >= 0:
+        log_probabilities(
+            logits, start, vocab, chosen, asked, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums
+        )
+
+
+@kernel("f32* i32 i32 i32* i32* i32 f32* i32* i32* f32*", threads=THREADS)
+def token_logprobs(logits, width, vocab, targets, top_n, most, logprob, rank, top_ids, top_logprobs):
+    """Log-probability and rank of a given token of each row, and the best `top_n`. Grid [rows]."""
+    values = cuda.shared.array(THREADS, np.float32)
+    ids = cuda.shared.array(THREADS, np.int32)
+    sums = cuda.shared.array(THREADS, np.uint64)
+    let_next_start()
+    wait_for_earlier()
+    row = cuda.blockIdx.x
+    nothing_asked(row, most, max(top_n[row], 0), logprob, rank, top_ids, top_logprobs)
+    log_probabilities(
+        logits, np.int64(row) * width, vocab, targets[row], top_n[row], most, row, logprob, rank, top_ids, top_logprobs,
+        values, ids, sums,
+    )  # fmt: skip

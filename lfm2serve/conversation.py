@@ -1,0 +1,65 @@
+"""A chat request: its prompt with the places worth keeping, and the conversation that its client comes back with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lfm2serve.chat.prompt import ChatPrompt
+from lfm2serve.chat.template import ChatTemplate
+from lfm2serve.engine import Engine
+from lfm2serve.errors import InvalidRequest
+from lfm2serve.memory.marks import chat_marks
+
+log = logging.getLogger("lfm2serve.cache")
+
+
+class Conversation:
+    """Messages as they were sent.
+
+    token_ids: the prompt. marks: where its states are kept (none with keeps False, which spares the rendering too).
+    After each of its replies one of `answered` and `abandoned` is due; both may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        engine: Engine,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        keeps: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        switches: Mapping[str, Any] | None = None,
+    ) -> None:
+        """switches: variables for the template. InvalidRequest: messages or tools that it can't render."""
+        self._template = template
+        self._engine = engine
+        self._messages = list(messages)
+        self._keeps = keeps
+        self._how: dict[str, Any] = {"tools": tools, **(switches or {})}
+        how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self._how}
+        prompt = template.prompt(messages, **how) if keeps else ChatPrompt(template.encode(messages, **how))
+        self.token_ids = prompt.ids
+        self.marks = chat_marks(prompt)
+
+    def answered(self, stream_id: int, message: Mapping[str, Any]) -> None:
+        """Tell the engine what the client will send back: its messages, and the reply as it got it.
+
+        Takes as long as tokenising a prompt: not for an event loop.
+        """
+        if not self._keeps:
+            return
+        try:
+            ids = self._template.encode([*self._messages, message], add_generation_prompt=False, **self._how)
+        except InvalidRequest as error:
+            log.debug("the reply of stream %d can't come back: %s", stream_id, error.message)
+            self.abandoned(stream_id)
+        else:
+            self._engine.returned(stream_id, ids)
+
+    def abandoned(self, stream_id: int) -> None:
+        """Tell the engine that nobody has the reply, or that it failed."""
+        if self._keeps:
+            self._engine.forget(stream_id)

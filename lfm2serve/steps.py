@@ -1,0 +1,88 @@
+"""One step: rows of several streams through the network, and the tokens drawn behind them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+
+from lfm2serve.draws import Draw, DrawTable
+from lfm2serve.keeping import Tap, tap_rows
+from lfm2serve.memory.states import StreamStates
+from lfm2serve.model import Array, Model
+from lfm2serve.scheduler import Chunk
+from lfm2serve.stream import TokenLogprobs
+
+SCORE_ROWS = 64  # prompt rows whose logits are held at once for their log-probabilities
+
+Drawn = tuple[int, TokenLogprobs | None]
+
+
+class StepRunner:
+    """Runs chunks on a model. Changes no stream but its `scored`; `backend_s` adds up the backend's time."""
+
+    def __init__(self, model: Model, states: StreamStates, draws: DrawTable) -> None:
+        self.backend_s = 0.0
+        self._model = model
+        self._states = states
+        self._draws = draws
+
+    def run(self, chunks: Sequence[Chunk], taps: Sequence[Tap]) -> list[list[Drawn]]:
+        """Run the chunks' rows; returns what was drawn behind each: nothing where its rows aren't complete, else a
+        token behind its last row and one behind each of its draft tokens."""
+        segments = [(c.stream.slot, c.stream.rows_done, [*c.stream.next_rows(c.rows), *c.draft]) for c in chunks]
+        batch = self._states.pack(segments)
+        started = time.perf_counter()
+        h = self._model.forward(batch, self._states, tap_rows(taps))
+        self.backend_s += time.perf_counter() - started
+        for i, chunk in enumerate(chunks):
+            if chunk.stream.scoring:
+                self._score(chunk, h[batch.seg_start[i] : batch.seg_start[i + 1]])
+        counts = [len(c.draft) + 1 if c.completes and c.stream.max_tokens else 0 for c in chunks]
+        draws = [(c.stream, c.draft[:j]) for c, count in zip(chunks, counts, strict=True) for j in range(count)]
+        ends = batch.seg_start[1:].tolist()
+        rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+        drawn = iter(self._draw(draws, h[rows]) if draws else ())
+        return [list(islice(drawn, count)) for count in counts]
+
+    def _draw(self, draws: list[Draw], h: Array) -> list[Drawn]:
+        rows = self._draws.rows(draws)
+        started = time.perf_counter()
+        result = self._model.backend.sample(self._model.logits(h), rows)
+        self.backend_s += time.perf_counter() - started
+        logprobs = _logprobs(result.logprob, result.rank, result.top_ids, result.top_logprobs, rows.top_n)
+        return list(zip(result.token.tolist(), logprobs, strict=True))
+
+    def _score(self, chunk: Chunk, h: Array) -> None:
+        """Log-probabilities of the prompt tokens that follow this chunk's rows."""
+        stream, scored = chunk.stream, chunk.stream.scored
+        assert scored is not None and stream.params.prompt_logprobs is not None
+        del scored[stream.rows_done + 1 :]
+        last = min(chunk.rows, stream.prompt_len - 1 - stream.rows_done)
+        top = min(stream.params.prompt_logprobs, self._draws.vocab)
+        for start in range(0, last, SCORE_ROWS):
+            end = min(last, start + SCORE_ROWS)
+            first = stream.rows_done + 1 + start
+            targets = np.array(stream.tokens[first : first + end - start], np.int32)
+            top_n = np.full(end - start, top, np.int32)
+            logits = self._model.logits(h[start:end])
+            found = self._model.backend.token_logprobs(logits, targets, top_n, self._draws.vocab)
+            scored.extend(_logprobs(*found, top_n))
+
+
+def _logprobs(
+    logprob: np.ndarray, rank: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, top_n: np.ndarray
+) -> list[TokenLogprobs | None]:
+    """A kernel's log-probability arrays, row by row; None where top_n is -1."""
+    return [
+        None
+        if top < 0
+        else TokenLogprobs(
+            float(logprob[i]),
+            int(rank[i]),
+            tuple(zip(top_ids[i, :top].tolist(), top_logprobs[i, :top].tolist(), strict=True)),
+        )
+        for i, top in enumerate(top_n.tolist())
+    ]

@@ -1,0 +1,52 @@
+"""Kernels without tensor cores in Numba's CUDA simulator, on small sizes. Run by ../test_simulated.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from kernels_numba.cuda.scalar import SIMULATED
+from tests.cuda import operations
+
+assert SIMULATED, "set NUMBA_ENABLE_CUDASIM=1"
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of unsigned numbers wrap on purpose
+
+
+def run(kernel: Any, grid: Any, block: int, *arguments: Any, shared: int = 0) -> None:
+    cuda.jit(kernel.function)[grid, block, 0, shared](*arguments)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(11)
+
+
+def test_embed(rng: np.random.Generator) -> None:
+    operations.check_embed(run, rng, 4, 192)
+
+
+def test_norm(rng: np.random.Generator) -> None:
+    operations.check_norm(run, rng, 2, 192)
+
+
+def test_attention_inputs(rng: np.random.Generator) -> None:
+    operations.check_attention_inputs(run, rng, 3, 1, [(1, 0, 2), (0, 510, 3)])
+
+
+@pytest.mark.parametrize("tile", [1, 3, 8])
+def test_conv(rng: np.random.Generator, tile: int) -> None:
+    steps = [[(0, 0, 1), (2, 0, 37), (1, 0, 2)], [(1, 2, 1), (0, 1, 9), (2, 37, 33)], [(0, 10, 1), (1, 3, 1), (2, 70, 31)]]
+    operations.check_conv(run, rng, 64, steps, tile)
+
+
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 6, 2), (9, 32, 4)])
+def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) -> None:
+    operations.check_routing(run, rng, rows, experts, top_k, 64, product=False)
+
+
+@pytest.mark.parametrize(("scale", "ties"), [(1.0, True), (4.0, False)])
+def test_sample(rng: np.random.Generator, scale: float, ties: bool) -> None:
+    operations.check_sample(run, rng, 5, 300, 289, scale, ties)
