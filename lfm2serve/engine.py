@@ -136,11 +136,25 @@ class Engine:
     def returned(self, stream_id: int, token_ids: Sequence[int]) -> None:
         """Say how a chat goes on: the conversation with this stream's reply, as the client will send it back, without
         a generation prompt. What the next turn resumes is kept, or prepared in the background."""
-        self._commands.put(partial(self._returned, stream_id, list(token_ids)))
+        self._tell(partial(self._returned, stream_id, list(token_ids)))
 
     def forget(self, stream_id: int) -> None:
         """Say that nobody will send this stream's reply back."""
-        self._commands.put(partial(self._keeper.forget, stream_id))
+        self._tell(partial(self._keeper.forget, stream_id))
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        """Queue what a caller says of a reply; `drain` waits until it is heard."""
+
+        def hear() -> None:
+            try:
+                command()
+            finally:
+                self._closed_one()
+
+        with self._settled:
+            if self.alive:
+                self._open += 1
+                self._commands.put(hear)
 
     def clear_prompt_cache(self) -> int:
         """Drop every kept state that isn't in use; returns how many. EngineDead when the engine has stopped."""
@@ -338,9 +352,9 @@ class Engine:
         taps = self._keeper.taps(chunks)
         drawn = self._steps.run(chunks, taps)
         with self._book:
+            self._keeper.keep(taps)  # before a stream that only prepares a state ends
             for chunk in chunks:
                 self._commit(chunk)
-            self._keeper.keep(taps)
             for chunk, tokens in zip(chunks, drawn, strict=True):
                 if tokens:
                     self._take_drawn(chunk, tokens)
@@ -431,9 +445,12 @@ class Engine:
                 log.exception("the receiver of stream %d failed; the stream is cancelled", stream.id)
                 self.cancel(stream.id)
             if event.finish_reason is not None:
-                with self._settled:
-                    self._open -= 1
-                    self._settled.notify_all()
+                self._closed_one()
+
+    def _closed_one(self) -> None:
+        with self._settled:
+            self._open -= 1
+            self._settled.notify_all()
 
     def _check_census(self) -> None:
         """Nothing is in flight: every page must be free."""

@@ -62,6 +62,7 @@ class Keeper:
         pinned: KeptState | None = None
         if stream.scored is None:
             found = self.cache.lookup(tokens)
+            self.cache.counters.lookups += not stream.background
             stream.metrics.cache_missed = found.missed
             if found.state is not None:
                 pinned = self._resume(stream, found.state, tokens)
@@ -87,7 +88,8 @@ class Keeper:
             self.cache.failed(state)
             return None
         self.copy_s += time.perf_counter() - started
-        self.cache.hit(state)
+        if not stream.background:  # it saves a client nothing yet
+            self.cache.hit(state)
         stream.rows_done = stream.rows_written = state.at
         stream.metrics.cached_tokens = state.at
         stream.metrics.cache_hit = str(state.mark)

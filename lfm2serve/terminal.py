@@ -44,7 +44,7 @@ class ProgressLine:
         self._stream = sys.stderr
         self._enabled = enabled and is_watched(self._stream)
         self._started = time.monotonic()
-        self._drawn = 0.0
+        self._drawn = self._started  # what is done at once needs no bar on the way
         self._width = 0
         self._done = 0
         self._note = ""

@@ -68,7 +68,7 @@ def test_the_readmes_python_runs(capfd: pytest.CaptureFixture[str]) -> None:
 def test_notebook() -> None:
     notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
     NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
-    shown = "\n".join(
+    shown = "".join(
         output.get("text") or output["data"]["text/plain"]
         for cell in notebook.cells
         if cell.cell_type == "code"

@@ -60,12 +60,10 @@ def stop_button(llm: LLM) -> Iterator[None]:
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=press)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        try:
-            yield
-        finally:
-            thread.join()
+        thread.start()
+        yield
+    thread.join()
 
 
 # ---- prompts ----
@@ -207,6 +205,21 @@ def test_chat_takes_one_conversation_or_many(llm: LLM) -> None:
     assert plain.outputs[0].token_ids == one.outputs[0].token_ids
 
 
+def test_the_next_turn_resumes_and_changes_nothing(llm: LLM) -> None:
+    [first] = llm.chat(QUESTION, GREEDY)
+    turn = [
+        *QUESTION,
+        {"role": "assistant", "content": first.outputs[0].text},
+        {"role": "user", "content": "And Rome?"},
+    ]
+    [resumed] = llm.chat(turn, GREEDY)
+    [fresh] = llm.chat(turn, GREEDY, prompt_cache=False, draft=False)
+    assert resumed.num_cached_tokens >= len(first.prompt_token_ids) - 5 and fresh.num_cached_tokens == 0
+    assert resumed.outputs[0].token_ids == fresh.outputs[0].token_ids
+    assert llm.prompt_cache.stats().states > 0 and "states" in repr(llm.prompt_cache)
+    assert llm.prompt_cache.clear() > 0 and llm.prompt_cache.stats().states == 0
+
+
 @pytest.mark.parametrize("messages", ["hello", 7, ["hello"], [[]], [{"role": "user"}, "hello"], [{"content": "a"}]])
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: object) -> None:
     with pytest.raises(InvalidRequest):
@@ -279,9 +292,8 @@ def test_the_stop_button_cancels_the_calls_requests_and_nothing_else(llm: LLM) -
 
 
 def test_the_stop_button_ends_a_stream(llm: LLM) -> None:
-    stream = llm.stream("Once", LONG)
     with stop_button(llm):
-        for _ in stream:
+        for _ in llm.stream("Once", LONG):
             pass
     assert llm.census().clean
     assert len(llm.generate("Once", GREEDY)) == 1
@@ -334,7 +346,7 @@ def test_closing_gives_the_memory_back(tiny_dense: Path, close: Callable[[LLM], 
     llm = LLM(tiny_dense, progress=False, context=256, max_streams=1)
     llm.generate("Once", GREEDY)
     engine = runtime_of(llm).engine
-    pool, weights = weakref.ref(engine._states.kv), weakref.ref(engine._model.head)
+    pool, weights = weakref.ref(engine._states.kv), weakref.ref(engine._steps._model.head)
     assert pool() is not None and weights() is not None
     close(llm)
     del llm

@@ -20,7 +20,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ENDS = ("<|im_end|>", "<|endoftext|>")
 REPLY = re.compile(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>", re.S)
-MAX_TOKENS = 1000
+CONTEXT, MAX_TOKENS = 4096, 1000
 
 Item = dict[str, Any]
 Reply = dict[str, Any]          # {"text", "ids", "margins"}
@@ -96,14 +96,17 @@ def ours(model: str) -> Answer:
     from lfm2serve import LLM, SamplingParams
 
     llm = LLM(model)
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+
+    def params(item: Item) -> SamplingParams:
+        return SamplingParams(temperature=0.0, max_tokens=min(MAX_TOKENS, CONTEXT - item["prompt_tokens"]))
 
     def answer(items: list[Item]) -> list[Reply]:
         plain = [i for i in items if "tools" not in i]
-        outputs = dict(zip([i["id"] for i in plain], llm.chat([i["messages"] for i in plain], params), strict=True)) if plain else {}
+        found = llm.chat([i["messages"] for i in plain], [params(i) for i in plain]) if plain else []
+        outputs = dict(zip([i["id"] for i in plain], found, strict=True))
         for item in items:
             if "tools" in item:
-                outputs[item["id"]] = llm.chat([item["messages"]], params, tools=item["tools"])[0]
+                outputs[item["id"]] = llm.chat([item["messages"]], params(item), tools=item["tools"])[0]
         replies = [list(outputs[i["id"]].outputs[0].token_ids) for i in items]
         return [{"text": llm.get_tokenizer().decode(ids, skip_special_tokens=False), "ids": ids} for ids in replies]
 
@@ -123,7 +126,7 @@ def theirs(model: str) -> Answer:
         for item in items:
             text = tokenizer.apply_chat_template(item["messages"], tools=item.get("tools"), add_generation_prompt=True, tokenize=False)
             prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-            out = network.generate(**prompt, max_new_tokens=MAX_TOKENS, do_sample=False, output_logits=True, return_dict_in_generate=True)
+            out = network.generate(**prompt, max_new_tokens=min(MAX_TOKENS, CONTEXT - prompt["input_ids"].shape[1]), do_sample=False, output_logits=True, return_dict_in_generate=True)
             ids = out.sequences[0, prompt["input_ids"].shape[1] :].tolist()
             best = [step[0].float().topk(2).values for step in out.logits]
             replies.append({"text": tokenizer.decode(ids, skip_special_tokens=False), "ids": ids,

@@ -19,8 +19,8 @@ from .products import RESIDUAL, SCALED, SWIGLU, TABLE_BYTES, add_pair, find_expe
 from .products import scale_pair, store_pair, swiglu_pair, table_groups, table_start
 from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait
 from .ptx import bulk_copy_hinted, cp_async_16, cp_async_arrive, dependency_wait, dependents_start, divide, evict_first
-from .ptx import ldmatrix_x4, load_fresh, mma, shared_address
-from .scalar import device
+from .ptx import ldmatrix_x2, ldmatrix_x4, load_fresh, mma, shared_address
+from .scalar import device, shuffle_xor
 from .unroll import registers, static, unrolled
 
 WARPS = 8
@@ -55,6 +55,12 @@ def advance(slot, parity, stages):
     return slot, parity
 
 
+@device
+def grid_rest(groups):
+    """What makes a division by `groups` round up; 0 without any."""
+    return u32(max(i32(1), groups)) - u32(1)
+
+
 def _ring(
     x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather, warps, stages,
     early,
@@ -87,6 +93,14 @@ def _ring(
     grid = u32(cuda.gridDim.x)
     unit = i32(divide(u32(total * u32(cuda.blockIdx.x)), grid))
     stop = i32(divide(u32(total * u32(u32(cuda.blockIdx.x) + u32(1))), grid))
+    if start != u64(0) and u32(u32(groups) * u32(8)) <= grid:
+        # few groups: whole blocks for each, so that no block has a second, short round
+        group = i32(divide(u32(u32(cuda.blockIdx.x) * u32(groups)), grid))
+        begin = i32(divide(u32(u32(group) * grid + grid_rest(groups)), u32(groups)))
+        count = i32(i32(divide(u32(u32(group + i32(1)) * grid + grid_rest(groups)), u32(groups))) - begin)
+        at = u32(i32(i32(cuda.blockIdx.x) - begin))
+        unit = i32(i32(group * units) + i32(divide(u32(u32(units) * at), u32(count))))
+        stop = i32(i32(group * units) + i32(divide(u32(u32(units) * u32(at + u32(1))), u32(count))))
     chunks = i32(i32(depth + i32(CHUNK - 1)) // i32(CHUNK))
     unit_bytes = i32(i32(i32(depth + i32(63)) // i32(64)) * i32(2048))
     slot = i32(0)
@@ -153,14 +167,22 @@ def _ring(
                 slot, parity = advance(slot, parity, stages)
             unit = i32(unit + taken)
         return
-    # weights: row l % 8 of the unit's half (l / 16), 16-byte piece (l / 8) % 2 of the k step; swizzled by the row
-    wo = u32(u32(warp) * u32(UNIT_CHUNK) + u32(lane >> i32(4)) * u32(1024) + u32(lane & i32(7)) * u32(128))
-    wo = u32(wo + u32(u32(u32(lane >> i32(3)) & u32(1)) ^ u32(lane & i32(7))) * u32(16))
-    # activations: row l % 16 (of 8 rows each twice), piece l / 16
-    row = i32(lane & i32(15))
     if ROWS == 8:
-        row = i32(lane & i32(7))
-    xo = u32(u32(warps) * u32(UNIT_CHUNK) + u32(row) * u32(X_PITCH) + u32(lane >> i32(4)) * u32(16))
+        # weights are the 16-row operand: row l % 16, 16-byte piece l / 16 of the k step; swizzled by the row
+        wo = u32(u32(lane & i32(15)) * u32(128) + u32(u32(lane >> i32(4)) ^ u32(lane & i32(7))) * u32(16))
+        # activations are the 8-row one: row l % 8, piece l / 8 of two k steps
+        xo = u32(u32(lane & i32(7)) * u32(X_PITCH) + u32(lane >> i32(3)) * u32(16))
+        here = i32(i32(i32(lane & i32(3)) * i32(2)) + i32(i32(lane >> i32(2)) & i32(1)))
+        pair = i32(i32(lane >> i32(3)) * i32(2))
+    else:
+        # weights are the 8-row operand, twice: row l % 8 of half l / 16, piece (l / 8) % 2; activations: row l % 16, piece l / 16
+        wo = u32(u32(lane >> i32(4)) * u32(1024) + u32(lane & i32(7)) * u32(128))
+        wo = u32(wo + u32(u32(u32(lane >> i32(3)) & u32(1)) ^ u32(lane & i32(7))) * u32(16))
+        xo = u32(u32(lane & i32(15)) * u32(X_PITCH) + u32(lane >> i32(4)) * u32(16))
+        here = i32(lane >> i32(2))
+        pair = i32(i32(lane & i32(3)) * i32(2))
+    wo = u32(wo + u32(warp) * u32(UNIT_CHUNK))
+    xo = u32(xo + u32(warps) * u32(UNIT_CHUNK))
     whole = i32(depth // i32(CHUNK))
     rest = i32(i32(depth - i32(whole * i32(CHUNK))) >> i32(4))
     while unit < stop:
@@ -189,23 +211,28 @@ def _ring(
         if mode == RESIDUAL:  # asked for early, needed at the end
             for m in static(MT):
                 for h in static(HALVES):
-                    row = i32(first + i32(m * 16 + h * 8) + i32(lane >> i32(2)))
+                    row = i32(first + i32(m * 16 + h * 8) + here)
                     if row < last:
                         for t in static(2):
-                            column = i32(mine * i32(16) + i32(t * 8) + i32(i32(lane & i32(3)) * i32(2)))
+                            column = i32(mine * i32(16) + i32(t * 8) + pair)
                             if column < columns:
                                 kept[4 * m + 2 * h + t] = residual_pair(extra, out_row, columns, row, column)
         barrier_wait(u32(base + u32(slot) * u32(16)), parity)
         wa = u32(ring + u32(slot) * stage_size + wo)
         xa = u32(ring + u32(slot) * stage_size + xo)
         for s in static(2):
-            r = ldmatrix_x4(u32(u32(wa ^ u32((s & 3) * 32)) + u32((s >> 2) * 2048)))
+            r = ldmatrix_x4(u32(u32(wa ^ u32(((0 + s) & 3) * 32)) + u32(((0 + s) >> 2) * 2048)))
             for i in static(4):
-                fb[4 * (s) + i] = r[i]
-            for m in static(MT):
-                r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + s * 32)))
-                for i in static(4):
-                    fa[4 * (MT * (s) + m) + i] = r[i]
+                fb[4 * (0 + s) + i] = r[i]
+            if ROWS > 8:
+                for m in static(MT):
+                    r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (0 + s) * 32)))
+                    for i in static(4):
+                        fa[4 * (MT * (0 + s) + m) + i] = r[i]
+        if ROWS == 8:
+            r = ldmatrix_x4(u32(xa + u32((0) * 32)))
+            for i in static(4):
+                fa[2 * (0) + i] = r[i]
         for c in range(whole):
             # two k steps at a time: the next two are fetched before these are multiplied
             freed = u32(base + u32(slot) * u32(16) + u32(8))
@@ -215,10 +242,15 @@ def _ring(
                         r = ldmatrix_x4(u32(u32(wa ^ u32(((2 * (q + 1) + s) & 3) * 32)) + u32(((2 * (q + 1) + s) >> 2) * 2048)))
                         for i in static(4):
                             fb[4 * ((q + 1) % 2 * 2 + s) + i] = r[i]
-                        for m in static(MT):
-                            r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (2 * (q + 1) + s) * 32)))
-                            for i in static(4):
-                                fa[4 * (MT * ((q + 1) % 2 * 2 + s) + m) + i] = r[i]
+                        if ROWS > 8:
+                            for m in static(MT):
+                                r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (2 * (q + 1) + s) * 32)))
+                                for i in static(4):
+                                    fa[4 * (MT * ((q + 1) % 2 * 2 + s) + m) + i] = r[i]
+                    if ROWS == 8:
+                        r = ldmatrix_x4(u32(xa + u32((2 * (q + 1)) * 32)))
+                        for i in static(4):
+                            fa[2 * ((q + 1) % 2 * 2) + i] = r[i]
                 else:
                     slot, parity = advance(slot, parity, stages)
                     if i32(c + i32(1)) < chunks:
@@ -226,50 +258,90 @@ def _ring(
                         wa = u32(ring + u32(slot) * stage_size + wo)
                         xa = u32(ring + u32(slot) * stage_size + xo)
                         for s in static(2):
-                            r = ldmatrix_x4(u32(u32(wa ^ u32((s & 3) * 32)) + u32((s >> 2) * 2048)))
+                            r = ldmatrix_x4(u32(u32(wa ^ u32(((0 + s) & 3) * 32)) + u32(((0 + s) >> 2) * 2048)))
                             for i in static(4):
-                                fb[4 * (s) + i] = r[i]
-                            for m in static(MT):
-                                r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + s * 32)))
-                                for i in static(4):
-                                    fa[4 * (MT * (s) + m) + i] = r[i]
+                                fb[4 * (0 + s) + i] = r[i]
+                            if ROWS > 8:
+                                for m in static(MT):
+                                    r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (0 + s) * 32)))
+                                    for i in static(4):
+                                        fa[4 * (MT * (0 + s) + m) + i] = r[i]
+                        if ROWS == 8:
+                            r = ldmatrix_x4(u32(xa + u32((0) * 32)))
+                            for i in static(4):
+                                fa[2 * (0) + i] = r[i]
                 for s in static(2):
+                    if ROWS == 8:
+                        d = mma(
+                            fb[4 * (q % 2 * 2 + s)], fb[4 * (q % 2 * 2 + s) + 1], fb[4 * (q % 2 * 2 + s) + 2], fb[4 * (q % 2 * 2 + s) + 3],
+                            fa[2 * (q % 2 * 2 + s)], fa[2 * (q % 2 * 2 + s) + 1], acc[0], acc[1], acc[2], acc[3],
+                        )  # fmt: skip
+                        for i in static(4):
+                            acc[i] = d[i]
+                    else:
+                        for m in static(MT):
+                            for t in static(2):
+                                d = mma(
+                                    fa[4 * (MT * (q % 2 * 2 + s) + m) + 0], fa[4 * (MT * (q % 2 * 2 + s) + m) + 1],
+                                    fa[4 * (MT * (q % 2 * 2 + s) + m) + 2], fa[4 * (MT * (q % 2 * 2 + s) + m) + 3],
+                                    fb[4 * (q % 2 * 2 + s) + 2 * t], fb[4 * (q % 2 * 2 + s) + 2 * t + 1],
+                                    acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
+                                )  # fmt: skip
+                                for i in static(4):
+                                    acc[8 * m + 4 * t + i] = d[i]
+            cuda.syncwarp()
+            if lane == i32(0):
+                barrier_arrive(freed)
+        if rest > i32(0):
+            for s in range(rest):
+                r = ldmatrix_x4(u32(u32(wa ^ u32(u32(s & 3) * u32(32))) + u32(u32(s >> 2) * u32(2048))))
+                for i in static(4):
+                    fb[i] = r[i]
+                if ROWS == 8:
+                    e = ldmatrix_x2(u32(xa + u32(s) * u32(32)))
+                    fa[0] = e[0]
+                    fa[1] = e[1]
+                else:
+                    for m in static(MT):
+                        r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH) + u32(s) * u32(32)))
+                        for i in static(4):
+                            fa[4 * m + i] = r[i]
+                if ROWS == 8:
+                    d = mma(
+                        fb[4 * (0)], fb[4 * (0) + 1], fb[4 * (0) + 2], fb[4 * (0) + 3],
+                        fa[2 * (0)], fa[2 * (0) + 1], acc[0], acc[1], acc[2], acc[3],
+                    )  # fmt: skip
+                    for i in static(4):
+                        acc[i] = d[i]
+                else:
                     for m in static(MT):
                         for t in static(2):
                             d = mma(
-                                fa[4 * (MT * (q % 2 * 2 + s) + m) + 0], fa[4 * (MT * (q % 2 * 2 + s) + m) + 1],
-                                fa[4 * (MT * (q % 2 * 2 + s) + m) + 2], fa[4 * (MT * (q % 2 * 2 + s) + m) + 3],
-                                fb[4 * (q % 2 * 2 + s) + 2 * t], fb[4 * (q % 2 * 2 + s) + 2 * t + 1],
+                                fa[4 * (MT * (0) + m) + 0], fa[4 * (MT * (0) + m) + 1],
+                                fa[4 * (MT * (0) + m) + 2], fa[4 * (MT * (0) + m) + 3],
+                                fb[4 * (0) + 2 * t], fb[4 * (0) + 2 * t + 1],
                                 acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
                             )  # fmt: skip
                             for i in static(4):
                                 acc[8 * m + 4 * t + i] = d[i]
             cuda.syncwarp()
             if lane == i32(0):
-                barrier_arrive(freed)
-        if rest > i32(0):
-            for s in range(rest):
-                b = ldmatrix_x4(u32(u32(wa ^ u32(u32(s & 3) * u32(32))) + u32(u32(s >> 2) * u32(2048))))
-                for m in static(MT):
-                    a = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH) + u32(s) * u32(32)))
-                    for t in static(2):
-                        d = mma(
-                            a[0], a[1], a[2], a[3], b[2 * t], b[2 * t + 1],
-                            acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
-                        )  # fmt: skip
-                        for i in static(4):
-                            acc[8 * m + 4 * t + i] = d[i]
-            cuda.syncwarp()
-            if lane == i32(0):
                 barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
             slot, parity = advance(slot, parity, stages)
+        if ROWS == 8:
+            # the thread holds outputs l / 4 and l / 4 + 8 of two rows: its neighbour gives the pair's other half of one
+            odd = i32(lane & i32(4)) != i32(0)
+            p = shuffle_xor(acc[0] if odd else acc[1], i32(4))
+            q = shuffle_xor(acc[2] if odd else acc[3], i32(4))
+            low = pack(p, acc[1]) if odd else pack(acc[0], p)
+            high = pack(q, acc[3]) if odd else pack(acc[2], q)
         for m in static(MT):
             for h in static(HALVES):
-                row = i32(first + i32(m * 16 + h * 8) + i32(lane >> i32(2)))
+                row = i32(first + i32(m * 16 + h * 8) + here)
                 if row < last:
-                    low = pack(acc[8 * m + 2 * h], acc[8 * m + 2 * h + 1])
-                    high = pack(acc[8 * m + 4 + 2 * h], acc[8 * m + 4 + 2 * h + 1])
-                    pair = i32(i32(lane & i32(3)) * i32(2))
+                    if ROWS > 8:
+                        low = pack(acc[8 * m + 2 * h], acc[8 * m + 2 * h + 1])
+                        high = pack(acc[8 * m + 4 + 2 * h], acc[8 * m + 4 + 2 * h + 1])
                     if mode == SWIGLU:
                         column = i32(mine * i32(8) + pair)
                         store_pair(out, out_row, columns, mode, row, column, swiglu_pair(low, high))

@@ -1,8 +1,8 @@
 """Products with many rows on Hopper: wgmma from a ring of shared memory, dense or grouped over experts.
 
-Tiles of 128 rows by COLUMNS outputs. Four producer warps fetch 32 rows of activations each by cp.async (through a list
-of row numbers where there is one: no gathered copy is made), the first of them also weights by bulk copies; two
-warpgroups of consumers take 64 rows each. Blocks stay and take every gridDim-th tile; with experts the tiles come from the offsets on the device.
+Tiles of 128 rows by COLUMNS outputs. Four producer warps fetch a quarter of a stage each: 32 rows of activations by
+cp.async (through a list of row numbers where there is one: no gathered copy is made) and COLUMNS / 4 rows of weights by
+bulk copies. Two warpgroups of consumers take 64 rows each. Blocks stay and take every gridDim-th tile; with experts the tiles come from the offsets on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .functions import pack
 from .products import LOGITS, RESIDUAL, SCALED, SWIGLU, add_pair, find_expert, group_table, output_address
 from .products import row_weight, scale_pair, swiglu_pair, table_groups, table_start, with_globals
 from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait, bulk_copy
-from .ptx import cp_async_16, cp_async_commit, cp_async_wait, dependency_wait, dependents_start, divide, load_128
+from .ptx import cp_async_16, cp_async_arrive, dependency_wait, dependents_start, divide, load_128
 from .ptx import load_fresh, shared_address, shuffle_xor_32, store_128, wgmma
 from .ptx import wgmma_commit, wgmma_fence, wgmma_wait_0, wgmma_wait_1, zeros
 from .scalar import device
@@ -27,15 +27,13 @@ ROWS = 128
 THREADS = 384
 PANEL = 16
 """Row tiles that share one pass over the weights."""
-LAG = 2
-"""Stages between asking for activations and passing them on."""
 A_BYTES = ROWS * 128
 HEAD = 2048  # barriers, group table, and what aligns the ring
 SHARED = {256: 4, 128: 6, 64: 8}
 """Stages by columns of a tile."""
 
 COLUMNS = STAGES = STAGE_BYTES = 0  # of each version, put in by `unrolled`
-multiply = zero = epilogue = landed = all_landed = None  # the same, put in by _make
+multiply = zero = epilogue = None  # the same, put in by _make
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
 
@@ -123,7 +121,7 @@ def _gemm(
     ring = u32(base + u32(HEAD))
     if tid == i32(0):
         for s in range(STAGES):
-            barrier_init(u32(base + u32(s) * u32(16)), u32(5))  # the weights' bytes and four warps' rows
+            barrier_init(u32(base + u32(s) * u32(16)), u32(4 + 128))  # each producer's weights, each of its threads' rows
             barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(8))
         barrier_init_fence()
         async_fence()
@@ -166,6 +164,7 @@ def _gemm(
             freed = u32(0)
             for k in range(blocks_k):
                 barrier_wait(u32(base + u32(slot) * u32(16)), parity)
+                async_fence()  # wgmma reads what cp.async wrote
                 stage = u32(ring + u32(slot) * u32(STAGE_BYTES))
                 a = u64(layout | u64(u32(u32(stage + u32(group) * u32(8192)) >> u32(4))))
                 b = u64(layout | u64(u32(u32(stage + u32(A_BYTES)) >> u32(4))))
@@ -191,8 +190,6 @@ def _gemm(
             number = i32(number + i32(cuda.gridDim.x))
     else:
         parity = u32(1)
-        issued = i32(0)  # stages asked for, over all tiles
-        lagging = i32(0)  # slot of the oldest stage whose activations are not passed on
         share = i32(i32(warp - i32(8)) * i32(32))
         row_in_eight = i32(lane >> i32(3))
         piece = i32(lane & i32(7))
@@ -220,20 +217,21 @@ def _gemm(
                 if gather != u64(0):
                     row = load_fresh(u64(gather + u64(row) * u64(4)))
                 offset[i] = u32(u64(u64(row) * u64(x_row)) >> u64(4))
-            taken = min(i32(COLUMNS // 16), i32(units - i32(tile_n * i32(COLUMNS // 16))))
-            source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(i32(tile_n * i32(COLUMNS // 16)) + lane)) * u64(unit_bytes))
+            unit = i32(i32(tile_n * i32(COLUMNS // 16)) + i32(i32(warp - i32(8)) * i32(COLUMNS // 64)))
+            taken = max(i32(0), min(i32(COLUMNS // 64), i32(units - unit)))
+            source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(unit + lane)) * u64(unit_bytes))
+            place = u32(u32(A_BYTES) + u32(i32(i32(warp - i32(8)) * i32(COLUMNS // 64)) + lane) * u32(2048))
             x_piece = u64(x + u64(piece * i32(16)))
             for k in range(blocks_k):
                 full = u32(base + u32(slot) * u32(16))
                 barrier_wait(u32(full + u32(8)), parity)
                 stage = u32(ring + u32(slot) * u32(STAGE_BYTES))
-                if warp == i32(8):
-                    if lane == i32(0):
-                        barrier_expect(full, u32(u32(taken) * u32(2048)))
-                    cuda.syncwarp()
-                    if lane < taken:
-                        bulk_copy(u32(stage + u32(A_BYTES) + u32(lane) * u32(2048)), source, u32(2048), full)
-                    source = u64(source + u64(2048))
+                if lane == i32(0):
+                    barrier_expect(full, u32(u32(taken) * u32(2048)))
+                cuda.syncwarp()
+                if lane < taken:
+                    bulk_copy(u32(stage + place), source, u32(2048), full)
+                source = u64(source + u64(2048))
                 for i in static(8):
                     address = u64(x_piece + u64(u64(offset[i]) << u64(4)))
                     if i % 2 == 0:
@@ -241,31 +239,12 @@ def _gemm(
                     else:
                         cp_async_16(u32(stage + odd + u32(512 * (i - 1))), address)
                 x_piece = u64(x_piece + u64(128))
-                cp_async_commit()
-                issued = i32(issued + i32(1))
-                if issued > i32(LAG):
-                    landed()
-                    async_fence()
-                    cuda.syncwarp()
-                    if lane == i32(0):
-                        barrier_arrive(u32(base + u32(lagging) * u32(16)))
-                    lagging = i32(lagging + i32(1))
-                    if lagging == i32(STAGES):
-                        lagging = i32(0)
+                cp_async_arrive(full)
                 slot = i32(slot + i32(1))
                 if slot == i32(STAGES):
                     slot = i32(0)
                     parity = u32(parity ^ u32(1))
             number = i32(number + i32(cuda.gridDim.x))
-        all_landed()
-        async_fence()
-        cuda.syncwarp()
-        while lagging != slot:
-            if lane == i32(0):
-                barrier_arrive(u32(base + u32(lagging) * u32(16)))
-            lagging = i32(lagging + i32(1))
-            if lagging == i32(STAGES):
-                lagging = i32(0)
 
 
 ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64"
@@ -281,7 +260,7 @@ def shared_bytes(columns: int) -> int:
 
 def _make(columns: int) -> Kernel:
     known: dict[str, Any] = {
-        "COLUMNS": columns, "STAGES": SHARED[columns], "STAGE_BYTES": stage_bytes(columns), "ROWS": ROWS, "LAG": LAG,
+        "COLUMNS": columns, "STAGES": SHARED[columns], "STAGE_BYTES": stage_bytes(columns), "ROWS": ROWS,
         "A_BYTES": A_BYTES,
     }  # fmt: skip
     function = with_globals(
@@ -289,8 +268,6 @@ def _make(columns: int) -> Kernel:
         multiply=wgmma(columns),
         zero=zeros(columns // 2),
         epilogue=device(unrolled(_epilogue, COLUMNS=columns)),
-        landed=cp_async_wait(LAG),
-        all_landed=cp_async_wait(0),
     )
     register = kernel(
         ARGUMENTS, threads=THREADS, dynamic_shared=shared_bytes(columns), architectures=HOPPER, name=f"wgmma_product_{columns}"

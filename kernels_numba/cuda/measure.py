@@ -113,7 +113,7 @@ class Bench:
         best = best_plan(self.device, rows, weights[0], out)
         chosen = plans(self.device, rows, weights[0], out) if every else {}
         for plan in (best, *(p for p in chosen.values() if p.kernel.name != best.kernel.name)):
-            for dependent in (False, True) if rows <= 64 else (True,):
+            for dependent in (False, True) if rows == 1 else (True,):
                 launches = [
                     bind_linear(self.device, x, w, out, residual=extra, plan=plan, dependent=dependent) for w in weights
                 ]
@@ -154,6 +154,18 @@ class Bench:
                 both.append(bind_experts_down(device, act, b, start, scale, y, plan=downs[name], dependent=True))
             time = 2 * replay_time(device, self.stream, both)
             yield Figure("experts up, down", rows, kernel, time, bytes_ * 1.5 / time / 1e6, work * 1.5 / time / 1e6)
+        first, second = self.weights(3 * HIDDEN, HIDDEN, most=6), self.weights(HIDDEN, HIDDEN, most=18)[12:]
+        wide, kept = self.array(self.out, (rows, 3 * HIDDEN)), self.array(self.x, (rows, HIDDEN))
+        layer = []
+        for i in range(6):
+            layer.append(bind_linear(device, x, first[i], wide, dependent=True))
+            layer.append(bind_linear(device, x, second[i], kept, residual=kept, dependent=True))
+            layer.append(bind_experts_up(device, x, up[i], start, row, out, dependent=True))
+            layer.append(bind_experts_down(device, act, down[i], start, scale, y, dependent=True))
+        time = 4 * replay_time(device, self.stream, layer)
+        dense = 4 * HIDDEN * HIDDEN
+        bytes_, work = bytes_ * 1.5 + dense * 2, work * 1.5 + 2 * rows * dense
+        yield Figure("a conv layer's products", rows, "", time, bytes_ / time / 1e6, work / time / 1e6)
         for array in (start, row, scale):
             device.free(array)
 

@@ -1,7 +1,7 @@
 """RMSNorm (arXiv 1910.07467), alone and behind the sum over experts.
 
-A row is normed by one block of 256 threads. Its sum of squares: thread t adds the 8-value pieces t, t + 256, ..., each
-an fma chain; then lane l of a warp adds the 8 warps' lane l in order; then the xor tree over lanes.
+A row's sum of squares, in a block as in a warp: the squares of a piece of 8 values by an fma chain, the pieces l, l + 32,
+l + 64, ... of lane l in order, then the xor tree over lanes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ def square_sum(a, b, c, d):
 
 
 @device
-def row_scale(total, partial, hidden, eps):
-    """1 / rms of a row from the threads' sums of squares, the same in all; `partial` [THREADS] is shared memory."""
-    partial[cuda.threadIdx.x] = total
+def lane_sum(total, squares, partial):
+    """A lane's sum, with the squares that the block's threads hold of up to 256 pieces more."""
+    partial[cuda.threadIdx.x] = squares
     cuda.syncthreads()
     lane = cuda.threadIdx.x & 31
-    total = partial[lane]
-    for warp in range(1, WARPS):
+    for warp in range(WARPS):
         total = add(total, partial[lane + warp * 32])
+    cuda.syncthreads()
+    return total
+
+
+@device
+def row_scale(total, hidden, eps):
+    """1 / rms of a row from its lanes' sums."""
     return inverse_rms(warp_sum(total), np.float32(hidden), eps)
 
 
@@ -58,10 +64,14 @@ def rms_norm(x, weight, eps, hidden, out):
     pieces = hidden >> 3
     first = np.int64(cuda.blockIdx.x) * pieces
     total = ZERO
-    for piece in range(cuda.threadIdx.x, pieces, THREADS):
-        a, b, c, d = load4(x, (first + piece) * 4)
-        total = add(total, square_sum(a, b, c, d))
-    scale = row_scale(total, partial, hidden, eps)
+    for start in range(0, pieces, THREADS):
+        piece = start + cuda.threadIdx.x
+        squares = ZERO
+        if piece < pieces:
+            a, b, c, d = load4(x, (first + piece) * 4)
+            squares = square_sum(a, b, c, d)
+        total = lane_sum(total, squares, partial)
+    scale = row_scale(total, hidden, eps)
     for piece in range(cuda.threadIdx.x, pieces, THREADS):
         a, b, c, d = load4(x, (first + piece) * 4)
         e, f, g, h = load4(weight, piece * 4)

@@ -161,6 +161,10 @@ store_32 = instruction("st.global.u32 [$0], $1;", "lr", memory=True)
 """4 bytes [9.7.9.11]."""
 store_128 = instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "lrrrr", memory=True)
 """16 bytes [9.7.9.11]."""
+shared_load_128 = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "r", "rrrr", memory=True)
+"""16 bytes from shared memory [9.7.9.8]."""
+shared_store_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "rrrrr", memory=True)
+"""16 bytes to shared memory [9.7.9.11]."""
 shared_load = instruction("ld.shared.s32 $0, [$1];", "r", "i", memory=True)
 """An int32 from shared memory [9.7.9.8]."""
 shared_store = instruction("st.shared.s32 [$0], $1;", "ri", memory=True)

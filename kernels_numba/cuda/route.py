@@ -10,57 +10,98 @@ import numpy as np
 from numba import cuda
 
 from .compiler import kernel
-from .functions import ZERO, device, high_half, low_half, pack, rounded, sigmoid
-from .norm import norm_pair, row_scale, square_sum
-from .scalar import SIMULATED, add, div, let_next_start, load4, mul, store4, wait_for_earlier
+from .functions import ZERO, high_half, low_half, pack, rounded, sigmoid
+from .norm import lane_sum, norm_pair, row_scale, square_sum
+from .scalar import (
+    SIMULATED,
+    add,
+    ballot,
+    bits_of,
+    device,
+    div,
+    let_next_start,
+    load4,
+    mul,
+    store4,
+    wait_for_earlier,
+    warp_largest,
+)
 from .unroll import registers, static, unrolled
 
 if not SIMULATED:
-    from .ptx import mma
+    from .ptx import mma, shared_address, shared_load_128, shared_store_128
 
 MOST_EXPERTS = 64
 QUARTERS = 4
 TILES = MOST_EXPERTS // 16
 ROUTE_THREADS = 32 * QUARTERS * TILES
 ROUTE_ROWS = 8  # rows of one block
+MOST_HIDDEN = 2048
+LINE_WORDS = MOST_HIDDEN // 2 + 16  # of a normed row in shared memory: two lines don't share banks
 EPSILON = np.float32(1e-6)
 NOBODY = -1  # the expert id and the place of a padding row
 
 
 @device
-def ranks_before(value, expert, other_value, other):
-    """Whether `other` is chosen before `expert`: the larger value, of equal ones the lower id."""
-    return other_value > value or (other_value == value and other < expert)
+def order(value):
+    """Whole numbers above 0 that ascend with the value; -0.0 is 0.0."""
+    bits = bits_of(add(value, ZERO))
+    if bits >> np.uint32(31):
+        return np.uint32(~bits)
+    return np.uint32(bits | np.uint32(0x80000000))
 
 
 @device
-def choose(scores, choice, chosen, row, at, lane, experts, top_k, normalize, scaling, padding, ids, weights):
-    """Top-k of one row by 32 lanes. scores, choice, chosen [8, 64] are shared memory; `at` is the row's line there."""
-    for e in range(lane, experts, 32):
-        value = choice[at, e]
-        before = 0
-        for other in range(experts):
-            if ranks_before(value, e, choice[at, other], other):
-                before += 1
-        chosen[at, e] = 1 if before < top_k else 0
-    cuda.syncthreads()
-    if lane == 0:
-        out = np.int64(row) * top_k
-        total = ZERO
-        for e in range(experts):
-            if chosen[at, e] == 1:
-                total = add(total, scores[at, e])
-        divisor = rounded(add(rounded(total), EPSILON))
-        j = 0
-        for e in range(experts):
-            if chosen[at, e] == 1 and j < top_k:
-                weight = rounded(div(scores[at, e], divisor)) if normalize else scores[at, e]
-                ids[out + j] = NOBODY if padding else e
-                weights[out + j] = rounded(mul(weight, scaling))
-                j += 1
-        for i in range(j, top_k):  # only where scores are NaN
-            ids[out + i] = NOBODY
-            weights[out + i] = ZERO
+def lowest_bit(bits):
+    """Number of the lowest bit that is set."""
+    return np.int32(np.int32(cuda.ffs(bits)) - np.int32(1))
+
+
+@device
+def choose(scores, choice, at, lane, experts, top_k):
+    """Top-k of line `at` of the shared arrays by a warp, as bits of two words: largest choice, of equal ones the lower id."""
+    low, high = np.uint32(0), np.uint32(0)
+    if lane < experts:
+        low = order(choice[at, lane])
+    if lane + 32 < experts:
+        high = order(choice[at, lane + 32])
+    chosen_low, chosen_high = np.uint32(0), np.uint32(0)
+    for _ in range(top_k):
+        best = warp_largest(max(low, high))
+        where_low, where_high = ballot(np.uint32(low == best)), ballot(np.uint32(high == best))
+        if where_low != np.uint32(0):
+            e = lowest_bit(where_low)
+            chosen_low = np.uint32(chosen_low | np.uint32(np.uint32(1) << np.uint32(e)))
+            if lane == e:
+                low = np.uint32(0)
+        else:
+            e = lowest_bit(where_high)
+            chosen_high = np.uint32(chosen_high | np.uint32(np.uint32(1) << np.uint32(e)))
+            if lane == e:
+                high = np.uint32(0)
+    return chosen_low, chosen_high
+
+
+@device
+def write_choice(scores, at, lane, chosen_low, chosen_high, normalize, scaling, padding, ids, weights, out):
+    """The chosen ids, ascending, and their weights to out, out + 1, ...; a lane writes one of them."""
+    total = ZERO
+    mine, number, j = ZERO, NOBODY, 0
+    for word in range(2):
+        left = chosen_low if word == 0 else chosen_high
+        while left != np.uint32(0):
+            e = lowest_bit(left) + word * 32
+            left = np.uint32(left & np.uint32(left - np.uint32(1)))
+            value = scores[at, e]
+            total = add(total, value)
+            if j == lane:
+                mine, number = value, e
+            j += 1
+    if lane < j:
+        if normalize:
+            mine = rounded(div(mine, rounded(add(rounded(total), EPSILON))))
+        ids[out + lane] = NOBODY if padding else number
+        weights[out + lane] = rounded(mul(mine, scaling))
 
 
 @device
@@ -70,74 +111,96 @@ def score(logit, bias, has_bias, scores, choice, at, e):
     choice[at, e] = add(value, bias[e]) if has_bias else value
 
 
-@kernel("f32* f32* i32 i32* i32* i32 i32 i32 i32 f32 i32* f32*", threads=256)
-def choose_experts(logits, bias, has_bias, row_segment, seg_slot, rows, experts, top_k, normalize, scaling, ids, weights):
-    """`route` from given logits [rows, experts]. Grid [rows / 8], 256 threads."""
-    let_next_start()
-    wait_for_earlier()
-    scores = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
-    choice = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
-    chosen = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.int32)
-    at, lane = cuda.threadIdx.x >> 5, cuda.threadIdx.x & 31
-    row = cuda.blockIdx.x * ROUTE_ROWS + at
-    last = min(row, rows - 1)
-    for e in range(lane, experts, 32):
-        score(logits[np.int64(last) * experts + e], bias, has_bias, scores, choice, at, e)
-    cuda.syncthreads()
-    padding = seg_slot[row_segment[last]] < 0
-    # rows past the end repeat the last one, so that all threads meet at the barriers; they write the same values
-    choose(scores, choice, chosen, last, at, lane, experts, top_k, normalize, scaling, padding, ids, weights)
-
-
-@kernel("u32* u32* f32* i32 i32* i32* i32 i32 i32 i32 i32 f32 i32* f32*", threads=ROUTE_THREADS)
+@device
 @unrolled
-def route(x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts, top_k, normalize, scaling, ids, weights):
-    """Choose top_k experts a row: largest r(sigmoid(r(gate x))) + bias, ties to the lower id.
+def norm_line(h, weight, eps, hidden, row, lane, line_address, x):
+    """RMSNorm of a row by a warp, to x and to shared memory; the same order and bits as norm.py's."""
+    pieces = hidden >> 3
+    first = np.int64(row) * pieces
+    total = ZERO
+    words = registers(32, np.uint32(0))
+    for g in static(8):
+        piece = lane + 32 * g
+        if piece < pieces:
+            words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3] = load4(h, (first + piece) * 4)
+        total = add(total, square_sum(words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3]))
+    scale = row_scale(total, hidden, eps)
+    for g in static(8):
+        piece = lane + 32 * g
+        if piece < pieces:
+            w = registers(4)
+            w = load4(weight, piece * 4)
+            for i in static(4):
+                w[i] = norm_pair(words[4 * g + i], w[i], scale)
+            store4(x, (first + piece) * 4, w)
+            shared_store_128(np.uint32(line_address + np.uint32(piece * 16)), w)
 
-    x [rows, hidden], gate [experts, hidden] bf16 in pairs, hidden a multiple of 32. ids [rows, top_k] ascend; weights are the
+
+@kernel(
+    "u32* u32* f32 u32* u32* f32* i32 i32* i32* i32 i32 i32 i32 i32 f32 i32* f32* i32* i32* f32* i32*", threads=ROUTE_THREADS
+)
+@unrolled
+def norm_route(
+    h, norm_weight, eps, x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts, top_k, normalize, scaling, ids,
+    weights, starts, pair_row, pair_weight, place,
+):  # fmt: skip
+    """x = RMSNorm of rows h, and top_k experts a row: largest r(sigmoid(r(gate x))) + bias, ties to the lower id.
+
+    h, x [rows, hidden], gate [experts, hidden] bf16 in pairs, hidden a multiple of 32. ids [rows, top_k] ascend; weights are the
     chosen sigmoids, divided by their sum (+ 1e-6) if `normalize`, times `scaling`. Padding rows get id -1.
-    Grid [rows / 8], 512 threads: warp w takes quarter w / 4 of k for experts 16 (w % 4) ... + 15.
+    Grid [rows / 8], 512 threads: warp w takes quarter w / 4 of k for experts 16 (w % 4) ... + 15. A single block also
+    groups the rows by expert (see `group_rows`).
     """
-    let_next_start()
-    wait_for_earlier()
+    lines = cuda.shared.array(ROUTE_ROWS * LINE_WORDS, np.uint32)
     parts = cuda.shared.array((QUARTERS, MOST_EXPERTS, ROUTE_ROWS), np.float32)
     scores = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
     choice = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
-    chosen = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.int32)
     thread = np.int32(cuda.threadIdx.x)
     lane, warp = np.int32(thread & np.int32(31)), np.int32(thread >> np.int32(5))
     first = np.int32(np.int32(cuda.blockIdx.x) * np.int32(ROUTE_ROWS))
     quarter, tile = np.int32(warp >> np.int32(2)), np.int32(warp & np.int32(3))
     line, column = np.int32(lane >> np.int32(2)), np.int32(lane & np.int32(3))
+    base = shared_address(lines)
+    let_next_start()
+    # lane (line, column) holds k = 32 c + 8 column ... + 7 of chunk c: the order within a chunk is free
+    chunks = np.int32(hidden >> np.int32(5))
+    begin = np.int32(np.int32(chunks * quarter) >> np.int32(2))
+    stop = np.int32(np.int32(chunks * np.int32(quarter + np.int32(1))) >> np.int32(2))
+    low = np.int64(min(np.int32(tile * 16 + line), experts - 1)) * (hidden >> 1) + column * 4
+    high = np.int64(min(np.int32(tile * 16 + line + 8), experts - 1)) * (hidden >> 1) + column * 4
+    a = registers(16, np.uint32(0))
+    b = registers(16, np.uint32(0))
+    if tile * 16 < experts and begin + 4 <= stop:  # the first weights come while the kernel before still runs
+        for i in static(4):
+            a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3] = load4(gate, low + (begin + i) * 16)
+            b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (begin + i) * 16)
+    wait_for_earlier()
+    if warp < ROUTE_ROWS and first + warp < rows:
+        norm_line(h, norm_weight, eps, hidden, first + warp, lane, np.uint32(base + np.uint32(warp * (4 * LINE_WORDS))), x)
+    cuda.syncthreads()
     if tile * 16 < experts:
-        # lane (line, column) holds k = 32 c + 8 column ... + 7 of chunk c: the order within a chunk is free
-        chunks = hidden >> 5
-        start, stop = chunks * quarter // QUARTERS, chunks * (quarter + 1) // QUARTERS
-        low = np.int64(min(np.int32(tile * 16 + line), experts - 1)) * (hidden >> 1) + column * 4
-        high = np.int64(min(np.int32(tile * 16 + line + 8), experts - 1)) * (hidden >> 1) + column * 4
-        source = np.int64(min(np.int32(first + line), rows - 1)) * (hidden >> 1) + column * 4
+        source = np.uint32(base + np.uint32(min(line, np.int32(rows - first - 1)) * (4 * LINE_WORDS) + column * 16))
         sums = registers(4, ZERO)
-        chunk = start
+        chunk = begin
         while chunk + 4 <= stop:
-            a = registers(16)
-            b = registers(16)
             c = registers(16)
             for i in static(4):
-                a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3] = load4(gate, low + (chunk + i) * 16)
-                b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (chunk + i) * 16)
-                c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3] = load4(x, source + (chunk + i) * 16)
+                c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3] = shared_load_128(np.uint32(source + np.uint32((chunk + i) * 64)))
             for i in static(8):
-                sums[0], sums[1], sums[2], sums[3] = mma(
-                    a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], c[2 * i], c[2 * i + 1], sums[0], sums[1], sums[2], sums[3]
-                )
-            chunk += 4
+                sums = mma(a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], c[2 * i], c[2 * i + 1], sums)
+            chunk = np.int32(chunk + np.int32(4))
+            if chunk + 4 <= stop:
+                for i in static(4):
+                    a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3] = load4(gate, low + (chunk + i) * 16)
+                    b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (chunk + i) * 16)
         while chunk < stop:
-            a0, a1, a2, a3 = load4(gate, low + chunk * 16)
-            b0, b1, b2, b3 = load4(gate, high + chunk * 16)
-            c0, c1, c2, c3 = load4(x, source + chunk * 16)
-            sums[0], sums[1], sums[2], sums[3] = mma(a0, b0, a1, b1, c0, c1, sums[0], sums[1], sums[2], sums[3])
-            sums[0], sums[1], sums[2], sums[3] = mma(a2, b2, a3, b3, c2, c3, sums[0], sums[1], sums[2], sums[3])
-            chunk += 1
+            a[0], a[1], a[2], a[3] = load4(gate, low + chunk * 16)
+            b[0], b[1], b[2], b[3] = load4(gate, high + chunk * 16)
+            c = registers(4)
+            c = shared_load_128(np.uint32(source + np.uint32(chunk * 64)))
+            sums = mma(a[0], b[0], a[1], b[1], c[0], c[1], sums)
+            sums = mma(a[2], b[2], a[3], b[3], c[2], c[3], sums)
+            chunk = np.int32(chunk + np.int32(1))
         parts[quarter, tile * 16 + line, column * 2] = sums[0]
         parts[quarter, tile * 16 + line, column * 2 + 1] = sums[1]
         parts[quarter, tile * 16 + line + 8, column * 2] = sums[2]
@@ -150,10 +213,37 @@ def route(x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts,
             total = add(total, parts[q, e, at])
         score(total, bias, has_bias, scores, choice, at, e)
     cuda.syncthreads()
-    at = warp & 7
-    row = min(np.int32(first + at), rows - 1)
-    padding = seg_slot[row_segment[row]] < 0
-    choose(scores, choice, chosen, row, at, lane, experts, top_k, normalize, scaling, padding, ids, weights)
+    row = np.int32(first + warp)
+    if warp < ROUTE_ROWS and row < rows:
+        chosen_low, chosen_high = choose(scores, choice, warp, lane, experts, top_k)
+        padding = seg_slot[row_segment[row]] < 0
+        write_choice(
+            scores, warp, lane, chosen_low, chosen_high, normalize, scaling, padding, ids, weights, np.int64(row) * top_k
+        )
+    if cuda.gridDim.x == 1:
+        cuda.syncthreads()
+        group_few(ids, weights, rows * top_k, top_k, experts, thread, starts, pair_row, pair_weight, place)
+
+
+@device
+def group_few(ids, weights, pairs, top_k, experts, thread, starts, pair_row, pair_weight, place):
+    """`group_rows` by a single block, for so few pairs that each thread looks at all of them."""
+    if thread < pairs:
+        e = ids[thread]
+        at = 0
+        for other in range(pairs):
+            if ids[other] >= 0 and (ids[other] < e or (ids[other] == e and other < thread)):
+                at += 1
+        place[thread] = at if e >= 0 else NOBODY
+        if e >= 0:
+            pair_row[at] = thread // top_k
+            pair_weight[at] = weights[thread]
+    if thread <= experts:
+        count = 0
+        for other in range(pairs):
+            if ids[other] >= 0 and ids[other] < thread:
+                count += 1
+        starts[thread] = count
 
 
 GROUP_THREADS = 256
@@ -257,11 +347,15 @@ def combine_experts_norm(y, place, residual, top_k, norm_weight, eps, hidden, ou
     row = cuda.blockIdx.x
     pieces = hidden >> 3
     total = ZERO
-    for piece in range(cuda.threadIdx.x, pieces, 256):
-        a, b, c, d = expert_sum(y, place, residual, row, piece, pieces, top_k)
-        store4(out, (np.int64(row) * pieces + piece) * 4, a, b, c, d)
-        total = add(total, square_sum(a, b, c, d))
-    scale = row_scale(total, partial, hidden, eps)
+    for start in range(0, pieces, 256):
+        piece = start + cuda.threadIdx.x
+        squares = ZERO
+        if piece < pieces:
+            a, b, c, d = expert_sum(y, place, residual, row, piece, pieces, top_k)
+            store4(out, (np.int64(row) * pieces + piece) * 4, a, b, c, d)
+            squares = square_sum(a, b, c, d)
+        total = lane_sum(total, squares, partial)
+    scale = row_scale(total, hidden, eps)
     for piece in range(cuda.threadIdx.x, pieces, 256):
         at = (np.int64(row) * pieces + piece) * 4
         a, b, c, d = load4(out, at)

@@ -36,6 +36,8 @@ BINS_A_LOGIT = np.float32(BINS / 32)
 MASK = np.uint64(0xFFFFFFFF)
 WHOLE = np.float32(2.0**-40)
 EVERY = np.int32(0x7FFFFFFF)
+LOGIT_BINS = np.uint32(32)  # in place of a shift: bins of equal width in the logit
+CHOSEN, FIRST, LAST, SHIFT, EACH_LOW, EACH_HIGH = range(6)  # places in the shared array `found`
 
 
 @device
@@ -169,12 +171,14 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
     of equal width in the logit, which spread the work, then within one bin by bins of the exact order.
     """
     thread = cuda.threadIdx.x
-    first, last = np.uint32(0), np.uint32(0xFFFFFFFF)
-    shift = np.uint32(32)  # 32: bins of logits
+    if thread == 0:
+        found[FIRST], found[LAST], found[SHIFT] = np.uint32(0), np.uint32(0xFFFFFFFF), LOGIT_BINS
     above = np.uint64(0)
-    while True:
+    searching = True
+    while searching:
         low[thread], high[thread] = np.uint32(0), np.uint32(0)
         cuda.syncthreads()
+        first, last, shift = found[FIRST], found[LAST], found[SHIFT]
         for base in range(thread, vocab, 8 * THREADS):
             v = registers(8)
             for i in static(8):
@@ -183,7 +187,7 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
                 place = order(v[i])
                 if base + i * THREADS < vocab and place <= limit and place >= first and place <= last:
                     chosen = np.uint32(BINS - 1)
-                    if shift == np.uint32(32):
+                    if shift == LOGIT_BINS:
                         far = mul(sub(largest, v[i]), BINS_A_LOGIT)
                         if far < np.float32(BINS - 1):
                             chosen = np.uint32(far)
@@ -192,7 +196,7 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
                     amount = np.uint64(1)
                     if not counting:
                         amount = to_weight(probability(v[i], largest, temperature))
-                    if shift != np.uint32(32) or chosen != np.uint32(BINS - 1):  # nobody asks for the last bin's amount
+                    if shift != LOGIT_BINS or chosen != np.uint32(BINS - 1):  # nobody asks for the last bin's amount
                         part = np.uint32(amount & MASK)
                         old = cuda.atomic.add(low, chosen, part)
                         carry = np.uint32(1) if np.uint32(old + part) < part else np.uint32(0)
@@ -203,23 +207,19 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
         amount = (np.uint64(high[thread]) << np.uint64(32)) | np.uint64(low[thread])
         block_scan(amount, sums)
         if thread == 0:
-            found[0] = np.uint32(BINS - 1)
+            found[CHOSEN] = np.uint32(BINS - 1)
         cuda.syncthreads()
         reached = above + sums[thread]
         if reached >= need and reached - amount < need:
-            found[0] = np.uint32(thread)
+            found[CHOSEN] = np.uint32(thread)
         cuda.syncthreads()
-        chosen = found[0]
+        chosen = found[CHOSEN]
         if chosen > np.uint32(0):
             above += sums[chosen - 1]
-        if shift == np.uint32(0):
-            amount = (np.uint64(high[chosen]) << np.uint64(32)) | np.uint64(low[chosen])
-            first = np.uint32(first + chosen)
-            break
-        if shift == np.uint32(32):
+        if shift == LOGIT_BINS:
             # the orders of the bin's first and last logit
             if thread == 0:
-                found[1], found[2] = np.uint32(0xFFFFFFFF), np.uint32(0)
+                found[FIRST], found[LAST] = np.uint32(0xFFFFFFFF), np.uint32(0)
             cuda.syncthreads()
             mine_first, mine_last = np.uint32(0xFFFFFFFF), np.uint32(0)
             for base in range(thread, vocab, 8 * THREADS):
@@ -235,31 +235,36 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
                             inside = np.uint32(far)
                         if inside == chosen:
                             mine_first, mine_last = min(mine_first, place), max(mine_last, place)
-            cuda.atomic.min(found, 1, mine_first)
-            cuda.atomic.max(found, 2, mine_last)
-            cuda.syncthreads()
-            first, last = found[1], found[2]
-        else:
-            first = np.uint32(first + np.uint32(chosen << shift))
-            last = min(last, np.uint32(first + np.uint32(np.uint32(np.uint32(1) << shift) - np.uint32(1))))
-        shift = np.uint32(0)
-        while np.uint32(np.uint32(last - first) >> shift) >= np.uint32(BINS):
-            shift = np.uint32(shift + np.uint32(1))
+            cuda.atomic.min(found, FIRST, mine_first)
+            cuda.atomic.max(found, LAST, mine_last)
+        elif thread == 0:
+            begin = np.uint32(first + np.uint32(chosen << shift))
+            found[FIRST] = begin
+            found[LAST] = min(last, np.uint32(begin + np.uint32(np.uint32(np.uint32(1) << shift) - np.uint32(1))))
         cuda.syncthreads()
-    # `amount` is shared by logits of one order, so of equal amounts
+        searching = shift != np.uint32(0)
+        if thread == 0:
+            width = np.uint32(found[LAST] - found[FIRST])
+            narrower = np.uint32(0)
+            while np.uint32(width >> narrower) >= np.uint32(BINS):
+                narrower = np.uint32(narrower + np.uint32(1))
+            found[SHIFT] = narrower
+        cuda.syncthreads()
+    at_limit = found[FIRST]
+    # logits of one order have equal amounts
     each = np.uint64(1)
     if not counting:
         if thread == 0:
             sums[0] = np.uint64(1)
         cuda.syncthreads()
         for at in range(thread, vocab, THREADS):
-            if order(z[start + at]) == first:
+            if order(z[start + at]) == at_limit:
                 sums[0] = to_weight(probability(z[start + at], largest, temperature))
         cuda.syncthreads()
         each = max(sums[0], np.uint64(1))
     cuda.syncthreads()
     left = need - above
-    return first, np.int32(max(np.uint64(1), (left + each - np.uint64(1)) // each))
+    return at_limit, np.int32(max(np.uint64(1), (left + each - np.uint64(1)) // each))
 
 
 @device
@@ -294,12 +299,12 @@ def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random
                     mass += weight
     sums[thread], low[thread] = mass, tied
     if thread == 0:
-        found[3], found[4] = np.uint32(0), np.uint32(0)
+        found[EACH_LOW], found[EACH_HIGH] = np.uint32(0), np.uint32(0)
     cuda.syncthreads()
     if tied > np.uint32(0):  # all that are tied write the same
-        found[3], found[4] = np.uint32(each & MASK), np.uint32(each >> np.uint64(32))
+        found[EACH_LOW], found[EACH_HIGH] = np.uint32(each & MASK), np.uint32(each >> np.uint64(32))
     cuda.syncthreads()
-    each = (np.uint64(found[4]) << np.uint64(32)) | np.uint64(found[3])
+    each = (np.uint64(found[EACH_HIGH]) << np.uint64(32)) | np.uint64(found[EACH_LOW])
     if thread < CHUNKS:
         mass, tied = np.uint64(0), np.uint32(0)
         for i in range(thread * CHUNK_THREADS, (thread + 1) * CHUNK_THREADS):
@@ -351,7 +356,7 @@ def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random
     block_scan(mass, sums)
     passed = begun + sums[thread] - mass
     if thread == 0:
-        found[0] = np.uint32(best)
+        found[CHOSEN] = np.uint32(best)
     cuda.syncthreads()
     if passed <= target and target < passed + mass:
         token = best
@@ -365,9 +370,9 @@ def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random
                 passed += weight
             if at_limit:
                 left -= 1
-        found[0] = np.uint32(token)
+        found[CHOSEN] = np.uint32(token)
     cuda.syncthreads()
-    token = np.int32(found[0])
+    token = np.int32(found[CHOSEN])
     cuda.syncthreads()
     return token
 
@@ -454,20 +459,20 @@ def nothing_asked(row, most, first, logprob, rank, top_ids, top_logprobs):
 
 
 @kernel(
-    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* u8* i32* i32* i32* f32* i32* i32* i32* i32* i32* i32 "
-    "i32* i32* f32* i32* i32* f32*",
+    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* i32* u8* i32* i32* i32* f32* i32* i32* i32* i32* i32* "
+    "i32 i32* i32* f32* i32* i32* f32*",
     threads=THREADS,
 )
 def sample(
     logits, width, vocab, adjusted, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice, position,
-    slot, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id, ahead_start, ahead_id, top_n, most,
+    slot, certain, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id, ahead_start, ahead_id, top_n, most,
     drawn, token, logprob, rank, top_ids, top_logprobs,
 ):  # fmt: skip
     """One token a row of logits [rows, width]; the controls are batch.SampleRows. Grid [rows].
 
-    drawn [slots]: the token by slot, for the next round. A row whose slot is -1 is padding and gets token 0. Where a
-    penalty is on, the drawn token is added to output_count. most: width of top_ids and top_logprobs. adjusted: scratch
-    [rows, width].
+    certain [rows]: where 1, the drawn token is the stream's next: it goes to drawn [slots], for the next round, and where a
+    penalty is on is added to output_count. A row whose slot is -1 is padding and gets token 0. most: width of top_ids and
+    top_logprobs. adjusted: scratch [rows, width].
     """
     values = cuda.shared.array(THREADS, np.float32)
     ids = cuda.shared.array(THREADS, np.int32)
@@ -512,9 +517,10 @@ def sample(
         chosen = draw(z, start, vocab, largest, chosen, warmth, min_p[row], limit, ties, random, sums, low, found)
     if thread == 0:
         token[row] = chosen
-        drawn[slot[row]] = chosen
-        if penalised:
-            output_count[table + chosen] += 1
+        if certain[row] != 0:
+            drawn[slot[row]] = chosen
+            if penalised:
+                output_count[table + chosen] += 1
     asked = top_n[row]
     nothing_asked(row, most, asked, logprob, rank, top_ids, top_logprobs)
     if asked >= 0:

@@ -129,6 +129,26 @@ def _simulated() -> dict[str, Any]:
             array[int(index) + i] = value
 
     @cuda.jit(device=True)
+    def warp_largest(x):
+        every = cuda.shared.array(1024, np.uint32)
+        at = cuda.threadIdx.x
+        every[at] = x
+        cuda.syncthreads()
+        y = max(every[at // 32 * 32 + i] for i in range(32))
+        cuda.syncthreads()
+        return y
+
+    @cuda.jit(device=True)
+    def ballot(x):
+        votes = cuda.shared.array(1024, np.uint32)
+        at = cuda.threadIdx.x
+        votes[at] = x
+        cuda.syncthreads()
+        y = np.uint32(sum(1 << i for i in range(32) if votes[at // 32 * 32 + i]))
+        cuda.syncthreads()
+        return y
+
+    @cuda.jit(device=True)
     def shuffle_xor(x, mask):
         lanes = cuda.shared.array(1024, np.float32)
         at = cuda.threadIdx.x
@@ -156,6 +176,8 @@ def _simulated() -> dict[str, Any]:
         "pack": lambda low, high: u32(int(bf16_bits(low)) | int(bf16_bits(high)) << 16),
         "let_next_start": lambda: None,
         "wait_for_earlier": lambda: None,
+        "warp_largest": warp_largest,
+        "ballot": ballot,
         "shuffle_xor": shuffle_xor,
         "load4": load4,
         "store4": store4,
@@ -176,8 +198,16 @@ log2_approx = instruction("lg2.approx.f32 $0, $1;", "f", "f")  # [9.7.3.19]
 bf16_bits = instruction("cvt.rn.bf16.f32 $0, $1;", "f", "h")  # [9.7.9.22]
 pack = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "ff", "r")  # [9.7.9.22] the first in the low half
 high_product = instruction("mul.hi.u64 $0, $1, $2;", "ll", "l")  # [9.7.1.3]
-to_weight = instruction("{ .reg .f64 d; cvt.f64.f32 d, $1; mul.rn.f64 d, d, 0d4270000000000000; cvt.rzi.u64.f64 $0, d; }", "f", "l")
+# a number in [0, 1] as a whole number of 2**-40, cut off
+to_weight = instruction(
+    "{ .reg .f64 d; cvt.f64.f32 d, $1; mul.rn.f64 d, d, 0d4270000000000000; cvt.rzi.u64.f64 $0, d; }", "f", "l"
+)
 shuffle_xor = instruction("shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "fi", "f", memory=True)  # [9.7.9.6]
+warp_largest = instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", "r", "r", memory=True)  # [9.7.13.8]
+# the lanes whose operand isn't 0 [9.7.13.5]
+ballot = instruction(
+    "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "r", "r", memory=True
+)
 # Programmatic dependent launch [9.7.13.12-13]: the next kernel may begin; wait for the end of the one before. A kernel that
 # may be launched that way waits before it touches what others write or read.
 let_next_start = instruction("griddepcontrol.launch_dependents;", "", memory=True)

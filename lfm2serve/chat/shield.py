@@ -93,16 +93,18 @@ class Shield:
 
     def encode(self, text: str, shielded: str) -> list[int]:
         """Ids of a rendered text; the same text rendered from shielded strings says where its control tokens are."""
-        spans = [match.span() for match in self._tokenizer.control_pattern.finditer(shielded)]
-        if spans == [match.span() for match in self._tokenizer.control_pattern.finditer(text)]:
-            return self._tokenizer.encode(text)
+        tokenizer = self._tokenizer
+        spans = [match.span() for match in tokenizer.control_pattern.finditer(shielded)]
+        whole = [match.span() for match in tokenizer.control_pattern.finditer(text)] == spans
+        if whole and not tokenizer.controls_stand_alone:
+            return tokenizer.encode(text)
         ids: list[int] = []
         at = 0
         for start, end in spans:
-            ids += self._tokenizer.encode_plain(text[at:start])
+            ids += tokenizer.encode_piece(text[at:start])
             ids.append(self._controls[text[start:end]])
             at = end
-        return ids + self._tokenizer.encode_plain(text[at:])
+        return ids + tokenizer.encode_piece(text[at:])
 
 
 def unused(texts: list[str], count: int) -> list[str]:

@@ -148,11 +148,14 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **switches: Any,
     ) -> ChatPrompt:
-        """The ids that `encode` gives, and the places in them that later prompts share. One tokenisation."""
+        """The ids that `encode` gives, and the places in them that later prompts share (none with a tokeniser whose
+        control tokens take blanks from beside them)."""
         values = self._values(messages, tools, add_generation_prompt, switches)
         now = self._now()
         with _depth_checked():
             ids, guarded, shielded = self._encode(values, now)
+            if not self._tokenizer.controls_stand_alone:
+                return ChatPrompt(ids)
             return find_places(self._tokenizer, ids, shielded, guarded, lambda changed: self._render(changed, now))
 
     def _encode(self, values: Mapping[str, Any], now: datetime) -> tuple[list[int], Mapping[str, Any], str]:
@@ -160,7 +163,7 @@ class ChatTemplate:
         text = self._render(values, now)
         shield = Shield(self._tokenizer, SPOKEN_TOKENS, _strings(values), self._written)
         if not shield.needed:
-            return self._tokenizer.encode(text), values, text
+            return shield.encode(text, text), values, text
         guarded = _guarded(values, shield.every)
         shielded = self._render(guarded, now)
         if shield.lower(shielded) != text:

@@ -10,6 +10,7 @@ from typing import Any
 
 import tokenizers
 
+from lfm2serve.chat.remembered import Remembered
 from lfm2serve.errors import CheckpointError, InvalidRequest
 
 
@@ -51,7 +52,8 @@ class Tokenizer:
 
     size: entries, highest id + 1; holes in between decode to nothing. bos_token_id: what a raw prompt begins with.
     control_tokens: text -> id of every added token that isn't an ordinary word or run of spaces; `encode` matches them
-    in text and `encode_plain` never does.
+    in text and `encode_plain` never does. controls_stand_alone: they match wherever their text is and take nothing
+    from beside it, so that a text may be encoded piece by piece.
     """
 
     def __init__(self, core: tokenizers.Tokenizer, source: str, config: dict[str, Any]) -> None:
@@ -63,6 +65,8 @@ class Tokenizer:
         self._added = {token.content: number for number, token in added.items()}
         ordinary = [t for t in added.values() if not t.special and all(c.isalnum() or c.isspace() for c in t.content)]
         names = {token.content for token in ordinary}
+        controls = [token for token in added.values() if token.content not in names]
+        self.controls_stand_alone = not any(t.lstrip or t.rstrip or t.single_word for t in controls)
         self.control_tokens = {text: number for text, number in self._added.items() if text not in names}
         self._set_tables(core.get_vocab(with_added_tokens=True), added)
         self._set_bos(config)
@@ -72,6 +76,7 @@ class Tokenizer:
         if core.pre_tokenizer is not None:
             self._plain.pre_tokenizer = core.pre_tokenizer
         self._plain.add_tokens(ordinary)
+        self.encode_piece = Remembered(self.encode_plain)  # what stands between control tokens
         self.control_pattern = self._control_pattern()
 
     @classmethod

@@ -41,8 +41,9 @@ CHAT_ENDS = (Mark.HISTORY, Mark.REPLY)
 class KeptState:
     """K/V rows [0, at) and conv states after them, for exactly these tokens (int32 bytes).
 
-    runs: snapshot pages. conv_rows: conv inputs kept (2, or a whole ring). Only a `ready` state can hit; `pins`
-    counts the streams that resume it; `superseded`: a newer state of the same chat extends it.
+    runs: snapshot pages. conv_rows: conv inputs kept (2, or a whole ring); first_input: the lowest position among them.
+    Only a `ready` state can hit; one that is `copied` may be evicted. pins: streams that resume it just now. superseded:
+    a newer state of the same chat extends it; never a `lasting` one, which other requests start from too.
     """
 
     tokens: bytes
@@ -52,8 +53,11 @@ class KeptState:
     conv_rows: int
     digest: bytes
     last_used: int
+    first_input: int
+    copied: bool = False
     ready: bool = False
     pins: int = 0
+    lasting: bool = False
     superseded: bool = False
 
     @property
@@ -64,7 +68,8 @@ class KeptState:
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """state: the longest one that is a strict prefix. shared: tokens in common with any kept state, if longer than
-    that; missed: why a longer state didn't hit ("diverged at token k", "evicted"), None when none was there."""
+    that and short of the whole prompt; missed: why a longer state didn't hit ("diverged at token k", "evicted"), None
+    when none was there."""
 
     state: KeptState | None
     shared: int
@@ -137,9 +142,11 @@ class PromptCache:
             elif tokens[: 4 * shared + 4] == state.tokens[: 4 * shared + 4]:
                 shared = max(shared, common(tokens, state.tokens))
         reach = best.at if best else 0
+        shared = min(shared, len(tokens) // 4 - 1)  # a row is left to run, also of a prompt that a longer state holds
         shared = shared if shared > reach else 0
         missed = f"diverged at token {shared}" if shared else None
-        gone = [t for t in self._evicted if len(t) > 4 * max(reach, shared) and tokens.startswith(t)]
+        reach = max(reach, shared)
+        gone = [t for t in self._evicted if 4 * reach < len(t) < len(tokens) and tokens.startswith(t)]
         return Lookup(best, shared, "evicted" if gone else missed)
 
     def resume(self, state: KeptState, tokens: bytes) -> None:
@@ -167,24 +174,34 @@ class PromptCache:
             if known.ready:
                 known.last_used = next(self._clock)
                 known.mark = min(known.mark, mark, key=lambda m: m.rank)
+            if mark not in CHAT_ENDS:
+                known.lasting, known.superseded = True, False
             return None
         at = len(tokens) // 4
-        need = -(-self._state_bytes(at, conv_rows) // SNAPSHOT_PAGE)
+        need = self._pages_for(at, conv_rows)
         if not self._make_room(need):
             self.counters.refusals[mark] += 1
             return None
         runs = self.pages.lease(need)
         if runs is None:
             raise LeaseError(f"{need} snapshot pages were made free and can't be leased")
-        state = KeptState(tokens, at, mark, runs, conv_rows, digest(tokens), next(self._clock))
+        state = KeptState(tokens, at, mark, runs, conv_rows, digest(tokens), next(self._clock), max(0, at - conv_rows))
+        state.lasting = mark not in CHAT_ENDS
         self._states[tokens] = state
         return state
+
+    def fits(self, at: int, conv_rows: int) -> bool:
+        """Whether the budget can hold such a state at all."""
+        return self._pages_for(at, conv_rows) <= self.pages.total
+
+    def _pages_for(self, at: int, conv_rows: int) -> int:
+        return -(-self._state_bytes(at, conv_rows) // SNAPSHOT_PAGE)
 
     def _make_room(self, need: int) -> bool:
         """Evict superseded states, then the least recently used, until `need` pages are free."""
         if need > self.pages.total:
             return False
-        victims = [state for state in self._states.values() if state.ready and not state.pins]
+        victims = [state for state in self._states.values() if state.copied and not state.pins]
         if need > self.pages.free + sum(state.pages for state in victims):
             return False
         for state in sorted(victims, key=lambda state: (not state.superseded, state.last_used)):
@@ -197,12 +214,16 @@ class PromptCache:
 
     def complete(self, state: KeptState) -> None:
         """The copy has succeeded: the state can hit, and states of the same chat that it extends are superseded."""
-        state.ready = True
+        state.copied = state.ready = True
         self.counters.keeps[state.mark] += 1
         if state.mark in CHAT_ENDS:
             for other in self._states.values():
-                if other.mark in CHAT_ENDS and other.at < state.at and state.tokens.startswith(other.tokens):
+                if not other.lasting and other.at < state.at and state.tokens.startswith(other.tokens):
                     other.superseded = True
+
+    def holds(self, state: KeptState) -> bool:
+        """Whether a state is still there: one that waits may have been evicted."""
+        return self._states.get(state.tokens) is state
 
     def cut(self, state: KeptState, at: int) -> bool:
         """Shorten a state that can't hit yet to its first `at` tokens; False when that state is there already.
@@ -224,7 +245,7 @@ class PromptCache:
 
     def drop(self, state: KeptState) -> None:
         """Forget a state and give its pages back; harmless when it is gone already."""
-        if self._states.get(state.tokens) is state:
+        if self.holds(state):
             del self._states[state.tokens]
             self.pages.release(state.runs)
 

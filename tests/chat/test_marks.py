@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Core
 
 from lfm2serve.chat.prompt import ChatPrompt
 from lfm2serve.chat.shield import CUNEIFORM
@@ -16,6 +19,7 @@ from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.memory.marks import chat_marks, raw_marks
 from lfm2serve.memory.prompt_cache import Mark
+from tests.chat.conftest import save, thinking_core
 from tests.chat.test_control_text import EVIL, EVIL_TEXT, TEXT, chatml
 from tests.chat.test_template import CALLS, PAST, F, G, S, assistant, call, load, system, tool, turn, user
 
@@ -256,3 +260,17 @@ def test_mark_of_a_raw_prompt() -> None:
     assert raw_marks(5) == [(4, Mark.PROMPT)]
     assert raw_marks(2) == [(1, Mark.PROMPT)]
     assert raw_marks(1) == raw_marks(0) == []
+
+
+def test_control_tokens_that_take_blanks_give_no_places(tmp_path: Path) -> None:
+    """<|im_end|> swallows the newline behind it: its text can't be cut there, and the ids are the whole text's."""
+    raw = json.loads(thinking_core().to_str())
+    next(token for token in raw["added_tokens"] if token["content"] == "<|im_end|>")["rstrip"] = True
+    tokenizer = Tokenizer.from_dir(save(Core.from_str(json.dumps(raw)), tmp_path / "greedy"))
+    template = load("d", tokenizer)
+    messages = [system("S1"), user("a < b")]
+    prompt = template.prompt(messages)
+    assert prompt == ChatPrompt(tokenizer.encode(template.render(messages)))
+    assert len(prompt.ids) < len(
+        load("d", Tokenizer.from_dir(save(thinking_core(), tmp_path / "plain"))).encode(messages)
+    )

@@ -362,16 +362,18 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
     drawn, token, rank = np.full(n + 1, -7, i32), np.full(n, -7, i32), np.full(n, -7, i32)
     logprob, top_ids, top = np.zeros(n, np.float32), np.full(n * most, -7, i32), np.zeros(n * most, np.float32)
     counts = rows.output_count.copy().reshape(-1)
+    certain = rng.integers(0, 2, n).astype(i32)
     run(
         sample.sample, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab), np.full(n * width, np.nan, np.float32),
-        *(getattr(rows, name) for name in CONTROLS), rows.prompt_seen.reshape(-1), counts, *(getattr(rows, name) for name in LISTS),
+        *(getattr(rows, name) for name in CONTROLS), certain, rows.prompt_seen.reshape(-1), counts, *(getattr(rows, name) for name in LISTS),
         i32(most), drawn, token, logprob, rank, top_ids, top,
     )  # fmt: skip
     for row in range(n):
         allowed = possible_draws(logits, rows, row)
-        assert token[row] in allowed and drawn[rows.slot[row]] == token[row]
+        assert token[row] in allowed
+        assert drawn[rows.slot[row]] == (token[row] if certain[row] else -7)
         penalised = rows.repetition[row] != 1 or rows.presence[row] != 0 or rows.frequency[row] != 0
-        rows.output_count[rows.slot[row], token[row]] += penalised
+        rows.output_count[rows.slot[row], token[row]] += penalised and certain[row]
         wanted = int(rows.top_n[row])
         if wanted < 0:
             assert np.isnan(logprob[row]) and rank[row] == 0

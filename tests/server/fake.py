@@ -26,11 +26,11 @@ Script = Callable[[list[int], SamplingParams, int], Iterator[Step]]
 
 
 class FakeStream:
-    def __init__(self, prompt: Sequence[int], params: SamplingParams, sink: Sink) -> None:
+    def __init__(self, prompt: Sequence[int], params: SamplingParams, sink: Sink, served: dict[str, Any]) -> None:
         self.params = params
         self.sink = sink
         self.cancelled = threading.Event()
-        self.metrics = StreamMetrics(arrival=time.monotonic(), prompt_tokens=len(prompt))
+        self.metrics = StreamMetrics(arrival=time.monotonic(), prompt_tokens=len(prompt), **served)
 
 
 class FakeEngine:
@@ -49,6 +49,7 @@ class FakeEngine:
         self.top_logprob = -0.5
         self.submitted: list[dict[str, Any]] = []
         self.cancels: list[int] = []
+        self.served: dict[str, Any] = {}  # further metrics of every stream
         self.told: list[tuple[int, list[int] | None]] = []  # what comes back of each stream; None: nothing
         self._streams: dict[int, FakeStream] = {}
         self._changed = threading.Condition()
@@ -60,7 +61,7 @@ class FakeEngine:
             self.refuse_after -= 1
         self.submitted.append({"prompt": list(prompt), "params": params, **how})
         stream_id = len(self.submitted)
-        stream = FakeStream(prompt, params, sink)
+        stream = FakeStream(prompt, params, sink, self.served)
         with self._changed:
             self._streams[stream_id] = stream
         threading.Thread(target=self._play, args=(stream_id, stream, list(prompt), how["choice"]), daemon=True).start()
@@ -154,6 +155,7 @@ class FakeEngine:
         self.submitted.clear()
         self.cancels.clear()
         self.told.clear()
+        self.served.clear()
 
 
 def fake_runtime(path: Path) -> Runtime:

@@ -1,0 +1,78 @@
+"""Copies and small updates inside the device: rows picked out, runs of bytes, tokens noted for the penalties."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import cuda
+
+from .compiler import kernel
+from .conv import earlier_input, gated_input
+from .scalar import let_next_start, load4, store4, wait_for_earlier
+
+THREADS = 256
+
+
+@kernel("u32* i32* i32 u32*", threads=THREADS)
+def take_rows(source, index, hidden, out):
+    """out[i] = source[index[i]] of bf16 rows [rows, hidden]. Grid [rows of out]."""
+    let_next_start()
+    wait_for_earlier()
+    row = cuda.blockIdx.x
+    pieces = hidden >> 3
+    from_ = np.int64(index[row]) * pieces
+    for piece in range(cuda.threadIdx.x, pieces, THREADS):
+        a, b, c, d = load4(source, (from_ + piece) * 4)
+        store4(out, (np.int64(row) * pieces + piece) * 4, a, b, c, d)
+
+
+@kernel("u32* u32* i64* i32", threads=THREADS)
+def copy_runs(source, target, plan, blocks):
+    """Copy runs of bytes; plan [runs, 3]: offset in source, offset in target, bytes, all multiples of 16.
+
+    Grid [runs, blocks]: the blocks of a run take turns.
+    """
+    let_next_start()
+    wait_for_earlier()
+    at = cuda.blockIdx.x * 3
+    from_, to, size = plan[at] >> 4, plan[at + 1] >> 4, plan[at + 2] >> 4
+    for piece in range(cuda.blockIdx.y * THREADS + cuda.threadIdx.x, size, blocks * THREADS):
+        a, b, c, d = load4(source, (from_ + piece) * 4)
+        store4(target, (to + piece) * 4, a, b, c, d)
+
+
+@kernel("u32* u32* i32 i32 i32 i32* i32* i32* i32* i32* i32 u32*", threads=THREADS)
+def conv_taps(bcx, ring, layer, layers, slots, positions, row_segment, seg_start, seg_slot, rows, hidden, taps):
+    """The convolution's inputs of each of `rows` and of the position before it, to taps [taps, layers, 2, hidden].
+
+    bf16 in pairs; runs before `short_conv`, which overwrites the ring. Grid [taps].
+    """
+    let_next_start()
+    wait_for_earlier()
+    half = hidden >> 1
+    row = rows[cuda.blockIdx.x]
+    segment = row_segment[row]
+    first, position = seg_start[segment], positions[row]
+    ring_at = (np.int64(layer) * slots + seg_slot[segment]) * 32 * half
+    out = (np.int64(cuda.blockIdx.x) * layers + layer) * hidden
+    for word in range(cuda.threadIdx.x, half, THREADS):
+        taps[out + word] = earlier_input(bcx, row, 1, first, position, ring, ring_at, half, word)
+        taps[out + half + word] = gated_input(bcx, row, half, word)
+
+
+@kernel("i32* i32 u8*", threads=THREADS)
+def mark_tokens(ids, count, seen):
+    """seen[id] = 1 for each of `count` ids of a row of the penalty table. Grid: any."""
+    let_next_start()
+    wait_for_earlier()
+    for i in range(cuda.grid(1), count, cuda.gridsize(1)):
+        seen[ids[i]] = np.uint8(1)
+
+
+@kernel("i32* i32* i32 i32 i32*", threads=THREADS)
+def count_tokens(slots, ids, count, width, output_count):
+    """output_count[slot, id] += 1 for each of `count` (slot, id). One block."""
+    let_next_start()
+    wait_for_earlier()
+    if cuda.threadIdx.x == 0:
+        for i in range(count):
+            output_count[np.int64(slots[i]) * width + ids[i]] += 1
