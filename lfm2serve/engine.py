@@ -135,7 +135,9 @@ class Engine:
 
     def returned(self, stream_id: int, token_ids: Sequence[int]) -> None:
         """Say how a chat goes on: the conversation with this stream's reply, as the client will send it back, without
-        a generation prompt. What the next turn resumes is kept, or prepared in the background."""
+        a generation prompt. What the next turn resumes is kept, or prepared in the background. InvalidRequest: a bad
+        token id."""
+        self._check_tokens(token_ids)
         self._tell(partial(self._returned, stream_id, list(token_ids)))
 
     def forget(self, stream_id: int) -> None:
@@ -206,9 +208,7 @@ class Engine:
         count, wanted = len(prompt), params.max_tokens
         if count == 0:
             raise InvalidRequest("the prompt has no tokens", param="prompt")
-        for token in prompt:
-            if not 0 <= token < self.vocab:
-                raise InvalidRequest(f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt")
+        self._check_tokens(prompt)
         for token in (*params.stop_token_ids, *(params.logit_bias or ())):
             if token >= self.vocab:
                 name = "stop_token_ids" if token in params.stop_token_ids else "logit_bias"
@@ -231,6 +231,11 @@ class Engine:
         if wanted is not None:
             return wanted
         return max(params.min_tokens, min(self.context - count, self._default_max_tokens, room))
+
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
+        for token in prompt:
+            if not 0 <= token < self.vocab:
+                raise InvalidRequest(f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt")
 
     # ---- the engine's thread ----
 
@@ -302,6 +307,8 @@ class Engine:
             self._states.open(stream.slot, stream.lease)
             self._draws.open(stream)
             self._keeper.admit(stream)
+        if warming and not warming.planned:  # its state is there already, or there is no room for it
+            self._finish(warming, "abort")
 
     def _turn(self) -> None:
         with self._book:

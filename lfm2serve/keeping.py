@@ -35,14 +35,6 @@ class Tap:
     row: int
 
 
-@dataclass(slots=True)
-class _Pending:
-    """A reply's end, kept until it is known which of its tokens come back. first_input: lowest position in its ring."""
-
-    state: KeptState
-    first_input: int
-
-
 class Keeper:
     """Resumes and keeps states for streams; `cache` knows them, `states` copies them."""
 
@@ -51,7 +43,7 @@ class Keeper:
         self.copies = 0
         self.copy_s = 0.0
         self._states = states
-        self._pending: OrderedDict[int, _Pending] = OrderedDict()
+        self._pending: OrderedDict[int, KeptState] = OrderedDict()  # replies' ends, until it is known what comes back
 
     def admit(self, stream: Stream) -> None:
         """Resume the longest kept state and make room for the states that the prompt will pass."""
@@ -67,7 +59,7 @@ class Keeper:
             if found.state is not None:
                 pinned = self._resume(stream, found.state, tokens)
             if found.shared:
-                marks.setdefault(min(found.shared, stream.prompt_len - 1), Mark.SHARED)
+                marks.setdefault(found.shared, Mark.SHARED)
         ahead = [(at, mark) for at, mark in marks.items() if stream.rows_done < at <= stream.prompt_len]
         for at, mark in sorted(ahead, key=lambda entry: (entry[1].rank, -entry[0]))[:MAX_MARKS]:
             state = self.cache.reserve(tokens[: 4 * at], mark, TAP_ROWS)
@@ -78,19 +70,19 @@ class Keeper:
 
     def _resume(self, stream: Stream, state: KeptState, tokens: bytes) -> KeptState | None:
         """Restore a state into a stream's slot; it stays pinned for the caller."""
-        self.cache.resume(state, tokens)
         started = time.perf_counter()
         try:
+            self.cache.resume(state, tokens)
             self.copies += self._states.restore(stream.slot, state.at, state.runs, state.conv_rows)
         except Exception:
             log.exception("a kept state of %d tokens could not be restored; the prompt runs from its start", state.at)
-            self.cache.unpin(state)
             self.cache.failed(state)
             return None
         self.copy_s += time.perf_counter() - started
         if not stream.background:  # it saves a client nothing yet
             self.cache.hit(state)
         stream.rows_done = stream.rows_written = state.at
+        stream.first_input = state.first_input
         stream.metrics.cached_tokens = state.at
         stream.metrics.cache_hit = str(state.mark)
         return state
@@ -140,10 +132,12 @@ class Keeper:
         end = self.cache.reserve(token_bytes(stream.tokens[: stream.rows_done]), Mark.REPLY, RING_ROWS)
         if end is None or not self._copy(stream, end, None):
             return
+        end.first_input = max(0, stream.rows_written - RING_ROWS)
         if not stream.chat:
             self.cache.complete(end)
             return
-        self._pending[stream.id] = _Pending(end, max(0, stream.rows_written - RING_ROWS))
+        end.copied = True
+        self._pending[stream.id] = end
         while len(self._pending) > MAX_PENDING:
             self.forget(next(iter(self._pending)))
 
@@ -153,30 +147,28 @@ class Keeper:
         A reply's end that reaches further is cut where the tokens part, as far as its ring goes back.
         """
         sent = token_bytes(tokens)
-        pending = self._pending.pop(stream_id, None)
-        if pending is None:
-            return self._worth_preparing(sent)
-        state = pending.state
-        at = common(state.tokens, sent)
-        if at == state.at:
-            self.cache.complete(state)
-            return False
-        if at - TAP_ROWS >= pending.first_input and self.cache.cut(state, at):
-            self.cache.complete(state)
-        else:
-            self.cache.drop(state)
+        state = self._pending.pop(stream_id, None)
+        if state is not None and self.cache.holds(state):
+            at = common(state.tokens, sent)
+            inside = max(0, at - TAP_ROWS) >= state.first_input
+            if at == state.at or (inside and self.cache.cut(state, at)):
+                self.cache.complete(state)
+            else:
+                self.cache.drop(state)
         return self._worth_preparing(sent)
 
     def _worth_preparing(self, sent: bytes) -> bool:
         """Whether rows would have to run again that a background pass can spare the next turn."""
+        rows = len(sent) // 4
         found = self.cache.lookup(sent + b"\0\0\0\0")
-        return found.state is None or found.state.at + SPARED_ROWS <= len(sent) // 4
+        missing = rows - (found.state.at if found.state is not None else 0)
+        return missing >= SPARED_ROWS and self.cache.fits(rows, TAP_ROWS)
 
     def forget(self, stream_id: int) -> None:
         """Nobody will send this reply back: let its state go."""
-        pending = self._pending.pop(stream_id, None)
-        if pending is not None:
-            self.cache.drop(pending.state)
+        state = self._pending.pop(stream_id, None)
+        if state is not None:
+            self.cache.drop(state)
 
     def close(self) -> None:
         """Forget everything, and let go of the device's memory."""

@@ -184,7 +184,13 @@ def _load(checkpoint: Checkpoint, progress: bool | ByteProgress) -> dict[str, np
     if callable(progress):
         tensors = checkpoint.load(allocate, progress)
     elif progress:
-        columns = (TextColumn("loading weights"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        columns = (
+            TextColumn("loading weights"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=Console(file=sys.stderr)) as bar:
             task = bar.add_task("load", total=checkpoint.weight_bytes)
             tensors = checkpoint.load(allocate, lambda done, total: bar.update(task, completed=done, total=total))

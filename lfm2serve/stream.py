@@ -70,7 +70,8 @@ class Stream:
 
     `tokens` is the prompt and the reply so far; `rows_done` of them have K/V rows and conv states. A decode row is
     the case of one row left; a prompt chunk is the case of many. Setting rows_done to 0 starts afresh, and by the
-    law the reply doesn't change. `rows_written` is one past the highest row that ran, refused drafts included.
+    law the reply doesn't change. `rows_written` is one past the highest row that ran, refused drafts included;
+    `first_input` is the lowest position whose conv input the state that it started from brought along.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Stream:
         self.metrics = StreamMetrics(arrival=time.monotonic(), prompt_tokens=self.prompt_len)
         self.rows_done = 0
         self.rows_written = 0
+        self.first_input = 0
         self.slot = -1
         self.lease: Lease | None = None
         self.alone = False  # after a failed step: runs by itself until its rows are back

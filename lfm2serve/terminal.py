@@ -100,7 +100,7 @@ def announce_compiling() -> None:
     """From now on say once, where somebody watches, why the first start on a machine is slow."""
     from numba.core import event
 
-    class Announcer(event.Listener):  # type: ignore[misc]
+    class Announcer(event.Listener):
         said = False
 
         def on_start(self, event: Any) -> None:
@@ -112,4 +112,4 @@ def announce_compiling() -> None:
         def on_end(self, event: Any) -> None:
             pass
 
-    event.register("numba:compile", Announcer())
+    event.register("numba:compile", Announcer())  # type: ignore[no-untyped-call]

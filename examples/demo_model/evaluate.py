@@ -1,10 +1,10 @@
-"""Answers the held-out questions greedily and scores the replies.
+"""Answers the held-out questions greedily with lfm2serve and scores the replies.
 
-    python evaluate.py                                   # our engine, the packaged model
-    python evaluate.py --engine transformers --save hf.json
-    python evaluate.py --compare hf.json                 # our replies against saved ones, token by token
+    python evaluate.py --save replies.json        # the packaged model
+    python evaluate.py --check replies.json       # where torch and transformers are installed
 
-A saved reply holds its token ids and, from transformers, each token's lead over the second-best one.
+--check runs transformers over each saved prompt and reply: it would have written the same reply if and only if every
+token of it is transformers' most likely one. Where it is not, the lead of transformers' own choice is printed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPLY = re.compile(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>", re.S)
 CONTEXT, MAX_TOKENS = 4096, 1000
 
 Item = dict[str, Any]
-Reply = dict[str, Any]          # {"text", "ids", "margins"}
+Reply = dict[str, Any]          # {"text", "ids"}
 Answer = Callable[[list[Item]], list[Reply]]
 
 
@@ -38,7 +38,8 @@ def calls_of(text: str) -> list[dict[str, Any]] | None:
         out = []
         for call in tree.elts:
             assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
-            out.append({"name": call.func.id, "arguments": {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}})
+            out.append({"name": call.func.id,
+                "arguments": {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}})
         return out
     except (SyntaxError, ValueError, AssertionError):
         return None
@@ -86,7 +87,8 @@ def follow_up(item: Item, reply: Reply) -> Item | None:
     calls = calls_of(reply["text"])
     if calls is None:
         return None
-    messages = [*item["messages"], {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]}]
+    messages = [*item["messages"], {"role": "assistant", "content": "",
+        "tool_calls": [{"type": "function", "function": c} for c in calls]}]
     messages += [{"role": "tool", "content": r} for r in item["check"]["results"]]
     check = {"type": "contains", "values": item["check"]["values"]}
     return {**item, "id": item["id"] + "-result", "messages": messages, "check": check}
@@ -113,27 +115,31 @@ def ours(model: str) -> Answer:
     return answer
 
 
-def theirs(model: str) -> Answer:
-    """transformers, one prompt at a time in bf16."""
+def check(model: Path, saved: dict[str, Reply], items: dict[str, Item]) -> None:
+    """Prints how many saved replies are transformers' greedy replies too (bf16, one prompt at a time)."""
     import torch
     from transformers import AutoTokenizer, Lfm2MoeForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = Lfm2MoeForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-
-    def answer(items: list[Item]) -> list[Reply]:
-        replies = []
-        for item in items:
-            text = tokenizer.apply_chat_template(item["messages"], tools=item.get("tools"), add_generation_prompt=True, tokenize=False)
-            prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")
-            out = network.generate(**prompt, max_new_tokens=min(MAX_TOKENS, CONTEXT - prompt["input_ids"].shape[1]), do_sample=False, output_logits=True, return_dict_in_generate=True)
-            ids = out.sequences[0, prompt["input_ids"].shape[1] :].tolist()
-            best = [step[0].float().topk(2).values for step in out.logits]
-            replies.append({"text": tokenizer.decode(ids, skip_special_tokens=False), "ids": ids,
-                            "margins": [round(float(b[0] - b[1]), 4) for b in best]})
-        return replies
-
-    return answer
+    same = 0
+    for key, reply in saved.items():
+        item = items[key] if key in items else follow_up(items[key.removesuffix("-result")],
+            saved[key.removesuffix("-result")])
+        assert item is not None
+        text = tokenizer.apply_chat_template(item["messages"], tools=item.get("tools"), add_generation_prompt=True,
+            tokenize=False)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            logits = network(torch.tensor([prompt + reply["ids"]]), logits_to_keep=len(reply["ids"]) + 1).logits[0,
+                :-1].float()
+        chosen = logits.argmax(-1).tolist()
+        at = next((i for i, (x, y) in enumerate(zip(chosen, reply["ids"], strict=True)) if x != y), None)
+        same += at is None
+        if at is not None:
+            lead = float(logits[at].max() - logits[at, reply["ids"][at]])
+            print(f"  {key}: token {at} of {len(chosen)} differs, transformers' choice leads by {lead:.3f} at a logit of {float(logits[at].max()):.1f}", flush=True)
+    print(f"transformers' greedy reply is the same: {same}/{len(saved)} = {same / len(saved):.1%}")
 
 
 def kind_of(item: Item) -> str:
@@ -143,33 +149,22 @@ def kind_of(item: Item) -> str:
     return "recall, 2,000+ tokens" if item["prompt_tokens"] >= 2000 else "recall, shorter"
 
 
-def compare(replies: dict[str, Reply], other: dict[str, Reply]) -> None:
-    same = [k for k in replies if replies[k]["ids"] == other[k]["ids"]]
-    print(f"equal to the saved replies: {len(same)}/{len(replies)} = {len(same) / len(replies):.1%}")
-    for key in replies:
-        a, b = replies[key]["ids"], other[key]["ids"]
-        if a != b:
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            margins = other[key].get("margins") or replies[key].get("margins") or []
-            print(f"  {key}: first differs at token {at}, lead there {margins[at] if at < len(margins) else 'unknown'}")
-
-
 def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("--model", default="demo", help="demo (the packaged one) or a directory")
-    ap.add_argument("--engine", choices=("lfm2serve", "transformers"), default="lfm2serve")
     ap.add_argument("--questions", type=Path, default=HERE.parents[1] / "tests" / "data" / "demo_questions.jsonl")
     ap.add_argument("--kinds", nargs="*", help="only these kinds")
     ap.add_argument("--save", type=Path)
-    ap.add_argument("--compare", type=Path)
+    ap.add_argument("--check", type=Path)
     ap.add_argument("--show", type=int, default=10, help="how many wrong replies to print")
     args = ap.parse_args()
 
     items = [json.loads(line) for line in args.questions.read_text().splitlines()]
     items = [i for i in items if not args.kinds or i["kind"] in args.kinds]
-    if args.engine == "transformers" and args.model == "demo":
-        args.model = str(HERE.parents[1] / "lfm2serve" / "demo")
-    answer = ours(args.model) if args.engine == "lfm2serve" else theirs(args.model)
+    if args.check:
+        model = HERE.parents[1] / "lfm2serve" / "demo" if args.model == "demo" else Path(args.model)
+        return check(model, json.loads(args.check.read_text()), {i["id"]: i for i in items})
+    answer = ours(args.model)
 
     replies = {i["id"]: r for i, r in zip(items, answer(items), strict=True)}
     followed = [f for i in items if i["kind"] == "tools" and (f := follow_up(i, replies[i["id"]]))]
@@ -193,8 +188,6 @@ def main() -> None:
         print(f"{kind:24s} {sum(results):3d}/{len(results):3d} = {sum(results) / len(results):.1%}")
     if args.save:
         args.save.write_text(json.dumps(replies, ensure_ascii=False) + "\n")
-    if args.compare:
-        compare(replies, json.loads(args.compare.read_text()))
 
 
 if __name__ == "__main__":

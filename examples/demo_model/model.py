@@ -72,7 +72,8 @@ class Demo(nn.Module):
         self.q, self.k, self.v = matrix(na, qd, h), matrix(na, kd, h), matrix(na, kd, h)
         self.o = matrix(na, h, qd, gain=0.3)
         self.q_norm, self.k_norm = nn.Parameter(torch.ones(na, s.head_dim)), nn.Parameter(torch.ones(na, s.head_dim))
-        self.d1, self.d3, self.d2 = matrix(nd, s.dense_ff, h), matrix(nd, s.dense_ff, h), matrix(nd, h, s.dense_ff, gain=0.3)
+        self.d1, self.d3, self.d2 = matrix(nd, s.dense_ff, h), matrix(nd, s.dense_ff, h), matrix(nd, h, s.dense_ff,
+            gain=0.3)
         self.gate = matrix(nm, s.experts, h)
         self.e1, self.e3 = matrix(nm, s.experts, s.expert_ff, h), matrix(nm, s.experts, s.expert_ff, h)
         self.e2 = matrix(nm, s.experts, h, s.expert_ff, gain=0.3)
@@ -86,7 +87,8 @@ class Demo(nn.Module):
         q = rotate(rms_norm(q, self.q_norm[i]).transpose(1, 2), cos, sin)
         k = rotate(rms_norm(k, self.k_norm[i]).transpose(1, 2), cos, sin)
         group = s.heads // s.kv_heads
-        y = F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True)
+        y = F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1),
+            is_causal=True)
         return F.linear(y.transpose(1, 2).reshape(b, n, -1), self.o[i].to(x.dtype))
 
     def conv(self, i: int, x: Tensor) -> Tensor:
@@ -105,7 +107,8 @@ class Demo(nn.Module):
         weight = scores * mask
         weight = weight / (weight.sum(-1, keepdim=True) + 1e-6)
         load = (mask.float() * valid[..., None]).sum((0, 1))
-        up = F.silu(F.linear(x, self.e1[i].flatten(0, 1).to(x.dtype))) * F.linear(x, self.e3[i].flatten(0, 1).to(x.dtype))
+        up = F.silu(F.linear(x, self.e1[i].flatten(0, 1).to(x.dtype))) * F.linear(x,
+            self.e3[i].flatten(0, 1).to(x.dtype))
         up = (up.unflatten(-1, (s.experts, s.expert_ff)) * weight[..., None]).flatten(-2)
         return F.linear(up, self.e2[i].transpose(0, 1).flatten(1).to(x.dtype)), load
 
@@ -169,7 +172,8 @@ def _places(model: Demo) -> dict[str, Tensor]:
 def to_published(model: Demo) -> dict[str, Tensor]:
     """The weights under the names of the published checkpoints, bf16 except expert_bias."""
     kinds = {name: torch.float32 if name.endswith("expert_bias") else torch.bfloat16 for name in _places(model)}
-    return {name: place.detach().cpu().to(kinds[name], copy=True).contiguous() for name, place in _places(model).items()}
+    return {name: place.detach().cpu().to(kinds[name], copy=True).contiguous() for name,
+        place in _places(model).items()}
 
 
 @torch.no_grad()

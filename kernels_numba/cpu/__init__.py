@@ -46,7 +46,7 @@ class KVCache:
     """Keys and values of every attention layer in pages of PAGE_ROWS positions.
 
     `data` [pages, layers, 2, kv_heads, PAGE_ROWS * 64]: a page is one run of memory. Values lie as [PAGE_ROWS, 64];
-    keys as [PAGE_ROWS / 16, 64, 16], so that 16 neighbouring positions of one dimension are one vector.
+    keys as [PAGE_ROWS / 64, 64, 64], so that neighbouring positions of one dimension are vectors.
     """
 
     data: NDArray[Any]

@@ -11,35 +11,33 @@ import numpy as np
 from ..batch import PAGE_ROWS
 from ..jit import device, kernel
 from .functions import exp, rounded
-from .rope import HEAD
+from .rope import HEAD, TILE
 from .simd import LANES, keep_lanes, lane_max, lane_sum, larger, load, mix_tile, splat, store
 from .team import spread
 
-TILE = 64
 QUERIES = 16  # query vectors that share a tile of keys
 SCALE = np.float32(0.125)  # 64 ** -0.5
 MINUS_INFINITY = np.float32(-np.inf)
 ZERO = np.float32(0.0)
 
-_score_8, _score_4, _score_2, _score_1 = (mix_tile(rows, 1, True) for rows in (8, 4, 2, 1))
-_mix_4, _mix_2, _mix_1 = (mix_tile(rows, 4, False) for rows in (4, 2, 1))
+_score_4, _score_2, _score_1 = (mix_tile(rows, TILE // LANES, True) for rows in (4, 2, 1))
+_mix_4, _mix_2, _mix_1 = (mix_tile(rows, HEAD // LANES, False) for rows in (4, 2, 1))
 
 
 @device
-def score_block(q, count, kv, keys, scores, at):
-    """scores[m, at : at + 16] = q[m] . key for 16 positions; a block of keys lies as [64 dims, 16 positions]."""
-    m = 0
-    while m + 8 <= count:
-        _score_8(q, m * HEAD, HEAD, kv, keys, HEAD, scores, m * TILE + at, TILE)
-        m += 8
-    if m + 4 <= count:
-        _score_4(q, m * HEAD, HEAD, kv, keys, HEAD, scores, m * TILE + at, TILE)
-        m += 4
-    if m + 2 <= count:
-        _score_2(q, m * HEAD, HEAD, kv, keys, HEAD, scores, m * TILE + at, TILE)
-        m += 2
-    if m < count:
-        _score_1(q, m * HEAD, HEAD, kv, keys, HEAD, scores, m * TILE + at, TILE)
+def score_tile(q, first, count, kv, keys, scores):
+    """scores[m] = q[m] . key for the 64 positions of a tile, m in [first, count); its keys lie as [64 dims, TILE]."""
+    m = first
+    while m < count:
+        if count - m >= 4:
+            _score_4(q, m * HEAD, HEAD, kv, keys, HEAD, scores, m * TILE, TILE)
+            m += 4
+        elif count - m >= 2:
+            _score_2(q, m * HEAD, HEAD, kv, keys, HEAD, scores, m * TILE, TILE)
+            m += 2
+        else:
+            _score_1(q, m * HEAD, HEAD, kv, keys, HEAD, scores, m * TILE, TILE)
+            m += 1
 
 
 @device
@@ -105,9 +103,8 @@ def attend(q, row, rows, head, group, position, kv, layout, layer, pages, out, b
         page = np.int64(pages[start // PAGE_ROWS])
         keys = ((page * layers + layer) * 2 * kv_heads + head) * PAGE_ROWS * HEAD + start % PAGE_ROWS * HEAD
         values = keys + kv_heads * PAGE_ROWS * HEAD
-        for at in range(0, min(TILE, end - start), LANES):
-            score_block(queries, count, kv, keys + at * HEAD, scores, at)
         first = max(0, start - position) * group  # rows before this see no key of the tile
+        score_tile(queries, first, count, kv, keys, scores)
         for m in range(first, count):
             seen[m] = min(TILE, position + m // group + 1 - start)
             softmax_step(scores, m, seen[m], largest, totals, sums)
@@ -124,7 +121,7 @@ def attention_part(part, parts, q, kv, layout, layer, positions, seg_start, seg_
     """Every `parts`-th task; a task is a K/V head and a block of a segment's rows."""
     scratch = (
         np.empty((QUERIES, HEAD), np.float32),
-        np.zeros((QUERIES, TILE), np.float32),
+        np.empty((QUERIES, TILE), np.float32),
         np.empty((QUERIES, LANES), np.float32),
         np.empty((QUERIES, HEAD), np.float32),
         np.empty(QUERIES, np.float32),

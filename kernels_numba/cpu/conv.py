@@ -7,8 +7,10 @@ import numpy as np
 from ..batch import RING_ROWS
 from ..jit import device, kernel
 from .functions import rounded
-from .simd import LANES, fma, load, splat, store
+from .simd import LANES, fma, load, load_apart, splat, store
 from .team import spread
+
+BLOCK = 32  # rows of a channel block done in one go
 
 
 @device
@@ -30,26 +32,28 @@ def earlier_input(bcx, row, back, first, position, ring, ring_at, hidden, at, bf
 
 @device
 def conv_part(part, parts, bcx, weight, ring, layer, positions, seg_start, seg_slot, out, bf16):
-    """A thread's share of the channels. It alone reads and writes their ring, and writes after all reads."""
+    """A part's share of the channels. It alone reads and writes their ring, and writes after all reads."""
     hidden = weight.shape[0]
     blocks = hidden // LANES
     first_channel, last_channel = blocks * part // parts * LANES, blocks * (part + 1) // parts * LANES
-    taps = np.empty((3, hidden), np.float32)
-    for at in range(first_channel, last_channel):
-        for tap in range(3):
-            taps[tap, at] = weight[at, tap]
     for segment in range(seg_slot.size):
         first, last = np.int64(seg_start[segment]), np.int64(seg_start[segment + 1])
         ring_at = (layer * ring.shape[1] + np.int64(seg_slot[segment])) * RING_ROWS * hidden
-        for row in range(first, last):
-            position = np.int64(positions[row])
+        for start in range(first, last, BLOCK):
+            position = np.int64(positions[start])
             for at in range(first_channel, last_channel, LANES):
-                u = gated_input(bcx, row, hidden, at, bf16)
-                u1 = earlier_input(bcx, row, 1, first, position, ring, ring_at, hidden, at, bf16)
-                u2 = earlier_input(bcx, row, 2, first, position, ring, ring_at, hidden, at, bf16)
-                z = load(taps, at) * u2
-                z = rounded(fma(load(taps, 2 * hidden + at), u, fma(load(taps, hidden + at), u1, z)), bf16)
-                store(out, row * hidden + at, rounded(load(bcx, row * 3 * hidden + hidden + at) * z, bf16))
+                w0, w1, w2 = (
+                    load_apart(weight, at * 3, 3),
+                    load_apart(weight, at * 3 + 1, 3),
+                    load_apart(weight, at * 3 + 2, 3),
+                )
+                u2 = earlier_input(bcx, start, 2, first, position, ring, ring_at, hidden, at, bf16)
+                u1 = earlier_input(bcx, start, 1, first, position, ring, ring_at, hidden, at, bf16)
+                for row in range(start, min(start + BLOCK, last)):
+                    u = gated_input(bcx, row, hidden, at, bf16)
+                    z = rounded(fma(w2, u, fma(w1, u1, w0 * u2)), bf16)
+                    store(out, row * hidden + at, rounded(load(bcx, row * 3 * hidden + hidden + at) * z, bf16))
+                    u2, u1 = u1, u
         for row in range(max(first, last - RING_ROWS), last):
             position = np.int64(positions[row])
             for at in range(first_channel, last_channel, LANES):

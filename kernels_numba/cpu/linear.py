@@ -9,10 +9,10 @@ import numpy as np
 
 from ..jit import device, kernel
 from .functions import rounded, silu
-from .simd import dot_tile
+from .simd import LANES, dot_tile, load, load_one, store, store_one
 from .team import spread
 
-COLUMNS = 96  # outputs of a row computed between two epilogues; a multiple of every tile width
+FEW_ROWS = 8  # up to here the weights set the pace, not the arithmetic
 CACHED_INPUTS = 1 << 17  # float32 values of x that stay in the second-level cache while weights stream past
 
 
@@ -75,13 +75,51 @@ def product(x, x_row, count, w, w_row, width, out, out_row, out_column):
         _eight(x, x_row, count, w, w_row, width, out, out_row, out_column)
     elif count == 4:
         _four(x, x_row, count, w, w_row, width, out, out_row, out_column)
-    elif count > 8:
+    elif count > FEW_ROWS:
         _many(x, x_row, count, w, w_row, width, out, out_row, out_column)
 
 
 @device
 def row_block(depth):
-    return max(8, CACHED_INPUTS // depth // 4 * 4)
+    """Rows whose inputs stay in the cache while weights stream past."""
+    return max(FEW_ROWS, CACHED_INPUTS // depth // 4 * 4)
+
+
+@device
+def column_block(rows):
+    """Outputs of a row between two epilogues, a multiple of every tile width: long streams of weights for few rows."""
+    return 768 if rows <= FEW_ROWS else 96
+
+
+@device
+def finished(y, residual, add, bf16):
+    y = rounded(y, bf16)
+    return rounded(residual + y, bf16) if add else y
+
+
+@device
+def finish(out, at, width, residual, add, bf16):
+    """Round `width` products in place from flat element `at` on, and add the residual."""
+    whole = width // LANES * LANES
+    for i in range(at, at + whole, LANES):
+        store(out, i, finished(load(out, i), load(residual, i), add, bf16))
+    for i in range(at + whole, at + width):
+        store_one(out, i, finished(load_one(out, i), load_one(residual, i), add, bf16))
+
+
+@device
+def gated(gate, up, bf16):
+    return rounded(rounded(silu(rounded(gate, bf16)), bf16) * rounded(up, bf16), bf16)
+
+
+@device
+def multiply_gate(act, at, up, up_at, width, bf16):
+    """act = silu(act) * up for `width` products from the flat elements on."""
+    whole = width // LANES * LANES
+    for i in range(0, whole, LANES):
+        store(act, at + i, gated(load(act, at + i), load(up, up_at + i), bf16))
+    for i in range(whole, width):
+        store_one(act, at + i, gated(load_one(act, at + i), load_one(up, up_at + i), bf16))
 
 
 @device
@@ -90,13 +128,11 @@ def linear_part(part, parts, x, row_start, row_stop, w, residual, add, out, bf16
     first, last = part_of(w.shape[0], part, parts)
     for row in range(row_start, row_stop, row_block(w.shape[1])):
         count = min(row_block(w.shape[1]), row_stop - row)
-        for column in range(first, last, COLUMNS):
-            width = min(COLUMNS, last - column)
+        for column in range(first, last, column_block(count)):
+            width = min(column_block(count), last - column)
             product(x, row, count, w, column, width, out, row, column)
             for m in range(row, row + count):
-                for n in range(column, column + width):
-                    y = rounded(out[m, n], bf16)
-                    out[m, n] = rounded(residual[m, n] + y, bf16) if add else y
+                finish(out, m * out.shape[1] + column, width, residual, add, bf16)
 
 
 run_linear = spread(linear_part)
@@ -112,18 +148,16 @@ def gate_up_part(part, parts, x, row_start, row_stop, w13, act, bf16):
     """A thread's share of the columns of r(r(silu(w1 x)) * (w3 x)); w13 holds the rows of w1, then those of w3."""
     features = w13.shape[0] // 2
     block = min(row_block(w13.shape[1]), row_stop - row_start)
-    up = np.empty((block, COLUMNS), np.float32)
+    up = np.empty((block, column_block(block)), np.float32)
     first, last = part_of(features, part, parts)
     for row in range(row_start, row_stop, block):
         count = min(block, row_stop - row)
-        for column in range(first, last, COLUMNS):
-            width = min(COLUMNS, last - column)
+        for column in range(first, last, up.shape[1]):
+            width = min(up.shape[1], last - column)
             product(x, row, count, w13, column, width, act, row, column)
             product(x, row, count, w13, features + column, width, up, 0, 0)
             for m in range(count):
-                for n in range(width):
-                    gate = rounded(silu(rounded(act[row + m, column + n], bf16)), bf16)
-                    act[row + m, column + n] = rounded(gate * rounded(up[m, n], bf16), bf16)
+                multiply_gate(act, (row + m) * features + column, up, m * up.shape[1], width, bf16)
 
 
 run_gate_up = spread(gate_up_part)

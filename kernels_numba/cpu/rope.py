@@ -15,6 +15,7 @@ from .team import spread
 
 HEAD = 64
 HALF = HEAD // 2
+TILE = 64  # positions whose keys lie together, as [dims, positions]
 
 
 def rope_tables(theta: float, max_position: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -74,9 +75,9 @@ def inputs_part(
             source = row * width + (heads + head) * HEAD
             head_norm_rope(qkv, source, k_norm, eps, cos, sin, position, key, 0, bf16)
             keys = (((page * layers + layer) * 2) * kv_heads + head) * PAGE_ROWS * HEAD
-            block = keys + place // LANES * LANES * HEAD + place % LANES
+            column = keys + place // TILE * TILE * HEAD + place % TILE
             for i in range(HEAD):
-                store_one(kv, block + i * LANES, key[i])
+                store_one(kv, column + i * TILE, key[i])
             values = keys + kv_heads * PAGE_ROWS * HEAD + place * HEAD
             for i in range(0, HEAD, LANES):
                 store(kv, values + i, load(qkv, source + kv_heads * HEAD + i))

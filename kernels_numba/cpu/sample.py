@@ -8,6 +8,7 @@ import numpy as np
 from ..jit import device, kernel
 from .functions import ONE, ZERO, exp
 from .linear import part_of
+from .simd import LANES, lane_max, larger, load, splat
 from .team import spread
 
 MINUS_INFINITY = np.float32(-np.inf)
@@ -46,11 +47,18 @@ def random_words(counter, key, out):
 
 @device
 def argmax(values, count):
-    best = 0
-    for i in range(1, count):
-        if values[i] > values[best]:
-            best = i
-    return best
+    """The first of the largest values; NaN is never the largest."""
+    best = splat(MINUS_INFINITY)
+    whole = count // LANES * LANES
+    for i in range(0, whole, LANES):
+        best = larger(load(values, i), best)
+    largest = lane_max(best)
+    for i in range(whole, count):
+        largest = larger(values[i], largest)
+    for i in range(count):
+        if values[i] == largest:
+            return i
+    return 0
 
 
 @device

@@ -146,6 +146,21 @@ def store(typingctx, array, offset, value):
 
 
 @intrinsic
+def load_apart(typingctx, array, offset, stride):
+    """16 elements of a float32 array from flat element `offset` on, `stride` apart, as lanes."""
+
+    def codegen(context, builder, sig, args):
+        lanes = ir.Constant(_VEC, ir.Undefined)
+        for lane in range(LANES):
+            place = builder.add(args[1], builder.mul(args[2], ir.Constant(args[2].type, lane)))
+            value = builder.load(_address(context, builder, sig.args[0], args[0], place))
+            lanes = builder.insert_element(lanes, value, ir.Constant(_I32, lane))
+        return lanes
+
+    return vec16(array, types.intp, types.intp), codegen
+
+
+@intrinsic
 def load_one(typingctx, array, offset):
     """Element at flat `offset` of a C-order array as float32 (bf16 bits are widened)."""
 

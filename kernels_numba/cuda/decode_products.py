@@ -2,8 +2,8 @@
 
 One block a multiprocessor, three roles. The weight warp streams the block's units of weights through a ring of shared
 memory by bulk copies; it needs nothing of the kernel before and so begins early. The row warps bring the same k of the
-activations by cp.async. Each consumer warp owns one unit (16 outputs a row) of a round and adds in ascending k, with the
-next fragments on their way. With experts, a group is up to ROWS rows of one expert, and a round is of one group.
+activations by cp.async. A consumer warp owns some rows of one unit (16 outputs a row) of a round and adds in ascending k,
+with the next fragments on their way. With experts, a group is up to ROWS rows of one expert, and a round is of one group.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from .ptx import ldmatrix_x2, ldmatrix_x4, load_fresh, mma, shared_address
 from .scalar import device, shuffle_xor
 from .unroll import registers, static, unrolled
 
-WARPS = 8
-"""Most consumer warps."""
 STAGES = 32
 """Most stages of the ring."""
 CHUNK = 128
@@ -34,10 +32,10 @@ X_PITCH = CHUNK * 2 + 16  # shared memory from row to row of activations; 16 mor
 RING = 512 + TABLE_BYTES + 496  # barriers, group table, then the stages
 BUDGET = 112 << 10
 """Shared memory of a block: two kernels fit a multiprocessor, so the next one's weights can already come in."""
-ROW_WARPS = {8: 1, 16: 1, 32: 2, 64: 2}
-"""Warps that bring activations, by the most rows of a group."""
+SHAPES = {8: (8, 1, 1), 16: (8, 1, 1), 32: (8, 2, 2), 64: (4, 4, 4)}
+"""By the most rows of a group: units of a round at most, consumer warps that share the rows of a unit, row warps."""
 
-ROWS = SHIFT = MT = HALVES = X_WARPS = X_COPIES = 0  # of each version, put in by `unrolled`
+ROWS = SHIFT = MT = HALVES = SPLIT = X_WARPS = X_COPIES = 0  # of each version, put in by `unrolled`
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
 
@@ -55,12 +53,6 @@ def advance(slot, parity, stages):
     return slot, parity
 
 
-@device
-def grid_rest(groups):
-    """What makes a division by `groups` round up; 0 without any."""
-    return u32(max(i32(1), groups)) - u32(1)
-
-
 def _ring(
     x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather, warps, stages,
     early,
@@ -69,13 +61,14 @@ def _ring(
     tid = i32(cuda.threadIdx.x)
     lane = i32(tid & i32(31))
     warp = i32(tid >> i32(5))
+    consumers = i32(warps * i32(SPLIT))
     table = u32(base + u32(512))
     ring = u32(base + u32(RING))
     stage_size = u32(u32(warps) * u32(UNIT_CHUNK) + u32(ROWS * X_PITCH))
     if tid == i32(0):
         for s in range(stages):
             barrier_init(u32(base + u32(s) * u32(16)), u32(1 + 32 * X_WARPS))
-            barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(warps))
+            barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(consumers))
         barrier_init_fence()
         async_fence()
     if early == i32(0):  # the group table, and so the weights' addresses, come from the kernel before
@@ -93,11 +86,11 @@ def _ring(
     grid = u32(cuda.gridDim.x)
     unit = i32(divide(u32(total * u32(cuda.blockIdx.x)), grid))
     stop = i32(divide(u32(total * u32(u32(cuda.blockIdx.x) + u32(1))), grid))
-    if start != u64(0) and u32(u32(groups) * u32(8)) <= grid:
+    if start != u64(0) and groups > i32(0) and u32(u32(groups) * u32(8)) <= grid:
         # few groups: whole blocks for each, so that no block has a second, short round
         group = i32(divide(u32(u32(cuda.blockIdx.x) * u32(groups)), grid))
-        begin = i32(divide(u32(u32(group) * grid + grid_rest(groups)), u32(groups)))
-        count = i32(i32(divide(u32(u32(group + i32(1)) * grid + grid_rest(groups)), u32(groups))) - begin)
+        begin = i32(divide(u32(u32(group) * grid + u32(groups) - u32(1)), u32(groups)))
+        count = i32(i32(divide(u32(u32(group + i32(1)) * grid + u32(groups) - u32(1)), u32(groups))) - begin)
         at = u32(i32(i32(cuda.blockIdx.x) - begin))
         unit = i32(i32(group * units) + i32(divide(u32(u32(units) * at), u32(count))))
         stop = i32(i32(group * units) + i32(divide(u32(u32(units) * u32(at + u32(1))), u32(count))))
@@ -105,9 +98,9 @@ def _ring(
     unit_bytes = i32(i32(i32(depth + i32(63)) // i32(64)) * i32(2048))
     slot = i32(0)
     parity = u32(0)
-    if warp > warps:  # the producers find the ring empty at first
+    if warp > consumers:  # the producers find the ring empty at first
         parity = u32(1)
-    if warp == warps:
+    if warp == consumers:
         parity = u32(1)
         policy = evict_first()
         while unit < stop:
@@ -133,9 +126,9 @@ def _ring(
             unit = i32(unit + taken)
         return
     dependency_wait()
-    if warp > warps:
+    if warp > consumers:
         # row 2 i + (lane / 16) of this warp's share, 16-byte piece lane % 16 of a chunk
-        mine = i32(i32(warp - warps - i32(1)) * i32(2 * X_COPIES) + i32(lane >> i32(4)))
+        mine = i32(i32(warp - consumers - i32(1)) * i32(2 * X_COPIES) + i32(lane >> i32(4)))
         piece = i32(lane & i32(15))
         to = u32(u32(warps) * u32(UNIT_CHUNK) + u32(mine) * u32(X_PITCH) + u32(piece) * u32(16))
         while unit < stop:
@@ -181,8 +174,10 @@ def _ring(
         xo = u32(u32(lane & i32(15)) * u32(X_PITCH) + u32(lane >> i32(4)) * u32(16))
         here = i32(lane >> i32(2))
         pair = i32(i32(lane & i32(3)) * i32(2))
-    wo = u32(wo + u32(warp) * u32(UNIT_CHUNK))
-    xo = u32(xo + u32(warps) * u32(UNIT_CHUNK))
+    wo = u32(wo + u32(warp // i32(SPLIT)) * u32(UNIT_CHUNK))
+    share = i32(i32(warp - i32(i32(warp // i32(SPLIT)) * i32(SPLIT))) * i32(16 * MT))  # this warp's first row
+    here = i32(here + share)
+    xo = u32(xo + u32(warps) * u32(UNIT_CHUNK) + u32(share) * u32(X_PITCH))
     whole = i32(depth // i32(CHUNK))
     rest = i32(i32(depth - i32(whole * i32(CHUNK))) >> i32(4))
     while unit < stop:
@@ -190,7 +185,7 @@ def _ring(
         tile = i32(unit - i32(group * units))
         taken = min(warps, i32(stop - unit), i32(units - tile))
         unit = i32(unit + taken)
-        if warp >= taken:  # nothing to do but to keep step
+        if i32(warp // i32(SPLIT)) >= taken:  # nothing to do but to keep step
             for c in range(chunks):
                 barrier_wait(u32(base + u32(slot) * u32(16)), parity)
                 if lane == i32(0):
@@ -203,7 +198,7 @@ def _ring(
             expert = find_expert(table, experts, group, i32(1))
             first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * i32(ROWS)))
             last = table_start(table, i32(expert + i32(1)))
-        mine = i32(tile + warp)
+        mine = i32(tile + i32(warp // i32(SPLIT)))
         acc = registers(8 * MT, np.float32(0.0))
         kept = registers(4 * MT, u32(0))
         fa = registers(16 * MT, u32(0))
@@ -361,19 +356,21 @@ ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64 i32 i32
 
 
 def threads(rows: int, warps: int) -> int:
-    """Threads of a block: consumers, the weight warp, the row warps."""
-    return 32 * (warps + 1 + ROW_WARPS[rows])
+    """Threads of a block: consumers of `warps` units a round, the weight warp, the row warps."""
+    _, split, row_warps = SHAPES[rows]
+    return 32 * (warps * split + 1 + row_warps)
 
 
 def _make(rows: int) -> Kernel:
+    most, split, row_warps = SHAPES[rows]
     known: dict[str, Any] = {
-        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "MT": max(1, rows // 16), "HALVES": 1 if rows == 8 else 2,
-        "X_WARPS": ROW_WARPS[rows], "X_COPIES": rows // 2 // ROW_WARPS[rows], "CHUNK": CHUNK, "UNIT_CHUNK": UNIT_CHUNK,
-        "X_PITCH": X_PITCH, "RING": RING,
+        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "MT": max(1, rows // 16 // split), "HALVES": 1 if rows == 8 else 2,
+        "SPLIT": split, "X_WARPS": row_warps, "X_COPIES": rows // 2 // row_warps, "CHUNK": CHUNK,
+        "UNIT_CHUNK": UNIT_CHUNK, "X_PITCH": X_PITCH, "RING": RING,
     }  # fmt: skip
     register = kernel(
         ARGUMENTS,
-        threads=threads(rows, WARPS),
+        threads=threads(rows, most),
         dynamic_shared=BUDGET if rows <= 16 else 2 * BUDGET,
         architectures=BULK,
         name=f"ring_product_{rows}",
@@ -381,5 +378,5 @@ def _make(rows: int) -> Kernel:
     return register(unrolled(_ring, **known))
 
 
-RING_PRODUCTS = {rows: _make(rows) for rows in ROW_WARPS}
+RING_PRODUCTS = {rows: _make(rows) for rows in SHAPES}
 """By the most rows of a group."""

@@ -19,7 +19,7 @@ from .scalar import (
     fma,
     log2_approx,
     mul,
-    pack,
+    pack as pack,
     shuffle_xor,
     sqrt,
     sub,

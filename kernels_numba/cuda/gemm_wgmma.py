@@ -16,7 +16,7 @@ from .compiler import HOPPER, Kernel, kernel
 from .functions import pack
 from .products import LOGITS, RESIDUAL, SCALED, SWIGLU, add_pair, find_expert, group_table, output_address
 from .products import row_weight, scale_pair, swiglu_pair, table_groups, table_start, with_globals
-from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait, bulk_copy
+from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait, bulk_copy, bulk_prefetch
 from .ptx import cp_async_16, cp_async_arrive, dependency_wait, dependents_start, divide, load_128
 from .ptx import load_fresh, shared_address, shuffle_xor_32, store_128, wgmma
 from .ptx import wgmma_commit, wgmma_fence, wgmma_wait_0, wgmma_wait_1, zeros
@@ -27,6 +27,8 @@ ROWS = 128
 THREADS = 384
 PANEL = 16
 """Row tiles that share one pass over the weights."""
+AHEAD = 4
+"""64-k blocks of experts' weights, which come from memory, in one prefetch into the second-level cache."""
 A_BYTES = ROWS * 128
 HEAD = 2048  # barriers, group table, and what aligns the ring
 SHARED = {256: 4, 128: 6, 64: 8}
@@ -231,6 +233,8 @@ def _gemm(
                 cuda.syncwarp()
                 if lane < taken:
                     bulk_copy(u32(stage + place), source, u32(2048), full)
+                    if start != u64(0) and i32(k & i32(3)) == i32(0) and i32(k + i32(2 * AHEAD)) <= blocks_k:
+                        bulk_prefetch(u64(source + u64(AHEAD * 2048)), u32(AHEAD * 2048))
                 source = u64(source + u64(2048))
                 for i in static(8):
                     address = u64(x_piece + u64(u64(offset[i]) << u64(4)))
@@ -261,7 +265,7 @@ def shared_bytes(columns: int) -> int:
 def _make(columns: int) -> Kernel:
     known: dict[str, Any] = {
         "COLUMNS": columns, "STAGES": SHARED[columns], "STAGE_BYTES": stage_bytes(columns), "ROWS": ROWS,
-        "A_BYTES": A_BYTES,
+        "A_BYTES": A_BYTES, "AHEAD": AHEAD,
     }  # fmt: skip
     function = with_globals(
         unrolled(_gemm, **known),

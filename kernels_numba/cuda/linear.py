@@ -42,7 +42,7 @@ def ring_plan(device: Device, rows: int, units: int, early: bool = True) -> Plan
         return None
     grid = min(device.multiprocessors, units)
     each = -(-units // grid)
-    warps = -(-each // -(-each // ring.WARPS))
+    warps = -(-each // -(-each // ring.SHAPES[rows][0]))
     room = min(kernel.dynamic_shared, device.shared_bytes) - 128 - ring.RING
     stages = min(ring.STAGES, room // ring.stage_bytes(rows, warps))
     while stages < 3 and warps > 1:

@@ -115,6 +115,8 @@ bulk_copy_hinted = instruction(
     memory=True,
 )
 """The same with a cache policy [9.7.9.25.4.1]."""
+bulk_prefetch = instruction("cp.async.bulk.prefetch.L2.global [$0], $1;", "lr", memory=True)
+"""Brings bytes into the second-level cache [9.7.9.25.4.4]."""
 evict_first = instruction("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;", "", "l")
 """The cache policy of data read once [9.7.9.18]."""
 

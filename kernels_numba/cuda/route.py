@@ -38,6 +38,7 @@ ROUTE_THREADS = 32 * QUARTERS * TILES
 ROUTE_ROWS = 8  # rows of one block
 MOST_HIDDEN = 2048
 LINE_WORDS = MOST_HIDDEN // 2 + 16  # of a normed row in shared memory: two lines don't share banks
+LINES_WORDS = ROUTE_ROWS * LINE_WORDS
 EPSILON = np.float32(1e-6)
 NOBODY = -1  # the expert id and the place of a padding row
 
@@ -151,7 +152,7 @@ def norm_route(
     Grid [rows / 8], 512 threads: warp w takes quarter w / 4 of k for experts 16 (w % 4) ... + 15. A single block also
     groups the rows by expert (see `group_rows`).
     """
-    lines = cuda.shared.array(ROUTE_ROWS * LINE_WORDS, np.uint32)
+    lines = cuda.shared.array(LINES_WORDS, np.uint32)
     parts = cuda.shared.array((QUARTERS, MOST_EXPERTS, ROUTE_ROWS), np.float32)
     scores = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
     choice = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
@@ -170,13 +171,16 @@ def norm_route(
     high = np.int64(min(np.int32(tile * 16 + line + 8), experts - 1)) * (hidden >> 1) + column * 4
     a = registers(16, np.uint32(0))
     b = registers(16, np.uint32(0))
-    if tile * 16 < experts and begin + 4 <= stop:  # the first weights come while the kernel before still runs
+    first_weights = tile * 16 < experts and begin + 4 <= stop
+    if first_weights:  # they come while the kernel before still runs
         for i in static(4):
             a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3] = load4(gate, low + (begin + i) * 16)
-            b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (begin + i) * 16)
     wait_for_earlier()
     if warp < ROUTE_ROWS and first + warp < rows:
         norm_line(h, norm_weight, eps, hidden, first + warp, lane, np.uint32(base + np.uint32(warp * (4 * LINE_WORDS))), x)
+    if first_weights:
+        for i in static(4):
+            b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (begin + i) * 16)
     cuda.syncthreads()
     if tile * 16 < experts:
         source = np.uint32(base + np.uint32(min(line, np.int32(rows - first - 1)) * (4 * LINE_WORDS) + column * 16))

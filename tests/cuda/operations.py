@@ -153,39 +153,59 @@ def check_conv(run: Run, rng: np.random.Generator, hidden: int, steps: list[list
                 assert np.array_equal(widen(kept[layer, slot, position % 32]), seen[position])
 
 
-def check_routing(run: Run, rng: np.random.Generator, rows: int, experts: int, top_k: int, hidden: int, product: bool) -> None:
-    """Choice, grouping and sum; with `product` the router's logits come from the kernel's tensor cores."""
+def check_routing(run: Run, rng: np.random.Generator, rows: int, experts: int, top_k: int, hidden: int, chooser: Any = None) -> None:
+    """Norm, choice, grouping and sum. chooser: a kernel of (logits, bias, top_k, ids, weights) in place of norm_route."""
     bias = (rng.standard_normal(experts) * 1e-2).astype(np.float32)
     segment, slot = np.arange(rows, dtype=i32), np.zeros(rows, i32)
     padding = [r for r in range(rows) if r % 7 == 3]
     slot[padding] = -1
     live = [r for r in range(rows) if r not in padding]
     ids, weights = np.full(rows * top_k, 77, i32), np.full(rows * top_k, np.nan, np.float32)
+    starts, place = np.full(experts + 1, -9, i32), np.full(rows * top_k, -9, i32)
+    pair_row, pair_weight = np.full(rows * top_k, -9, i32), np.full(rows * top_k, np.nan, np.float32)
     twin = Reference("bfloat16")
-    if product:
-        x, gate = normal(rng, rows, hidden), normal(rng, experts, hidden, scale=hidden**-0.5)
+    if chooser is None:
+        h, gate, w = normal(rng, rows, hidden), normal(rng, experts, hidden, scale=hidden**-0.5), normal(rng, hidden)
+        x, plain = poisoned(rows * hidden), poisoned(rows * hidden)
+        arguments = [
+            pairs(gate), bias, i32(1), segment, slot, i32(rows), i32(hidden), i32(experts), i32(top_k), i32(1), np.float32(1),
+        ]  # fmt: skip
+        blocks = -(-rows // route.ROUTE_ROWS)
         run(
-            route.route, -(-rows // route.ROUTE_ROWS), route.ROUTE_THREADS, pairs(x), pairs(gate), bias, i32(1), segment, slot,
-            i32(rows), i32(hidden), i32(experts), i32(top_k), i32(1), np.float32(1), ids, weights,
+            route.norm_route, blocks, route.ROUTE_THREADS, pairs(h), pairs(w), EPS, x, *arguments, ids, weights, starts, pair_row,
+            pair_weight, place,
         )  # fmt: skip
-        logits = x @ gate.T
+        run(norm.rms_norm, rows, norm.THREADS, pairs(h), pairs(w), EPS, i32(hidden), plain)
+        assert np.array_equal(x, plain)
+        logits = values_of(x, rows, hidden) @ gate.T
+        if blocks > 1:
+            assert (starts == -9).all() and (place == -9).all()
+        else:
+            few = (starts.copy(), pair_row.copy(), pair_weight.copy(), place.copy())
+        # a row alone
+        row = live[-1]
+        alone, alone_weights = np.full(top_k, 77, i32), np.full(top_k, np.nan, np.float32)
+        arguments[3:6] = [np.zeros(1, i32), np.zeros(1, i32), i32(1)]
+        none = [np.full(experts + 1, -9, i32), np.full(top_k, -9, i32), np.full(top_k, np.nan, np.float32), np.full(top_k, -9, i32)]
+        run(
+            route.norm_route, 1, route.ROUTE_THREADS, pairs(h[row]), pairs(w), EPS, poisoned(hidden), *arguments, alone, alone_weights,
+            *none,
+        )  # fmt: skip
+        assert np.array_equal(alone, ids.reshape(rows, top_k)[row])
+        assert np.array_equal(alone_weights, weights.reshape(rows, top_k)[row])
     else:
         logits = round_bf16(rng.standard_normal((rows, experts)) * 0.05)  # many ties
-        run(
-            route.choose_experts, -(-rows // route.ROUTE_ROWS), 256, logits.astype(np.float32).reshape(-1), bias, i32(1), segment,
-            slot, i32(rows), i32(experts), i32(top_k), i32(1), np.float32(1), ids, weights,
-        )  # fmt: skip
+        run(chooser, rows, 32, logits.astype(np.float32), bias, i32(top_k), ids.reshape(rows, top_k), weights.reshape(rows, top_k))
+        ids.reshape(rows, top_k)[padding] = -1
     twin.linear = lambda x, gate, residual=None: round_bf16(logits)  # type: ignore[method-assign]
     expected, expected_weights = twin.moe_route(logits, None, bias, top_k, True, 1.0)
     ids, weights = ids.reshape(rows, top_k), weights.reshape(rows, top_k)
     assert (ids[padding] == -1).all()
     same = [r for r in live if np.array_equal(ids[r], expected[r])]
     # a logit on a rounding boundary may fall on either side
-    assert len(same) == len(live) if not product else len(same) >= 0.9 * len(live)
+    assert len(same) == len(live) if chooser is not None else len(same) >= 0.9 * len(live)
     close(weights[same], expected_weights[same])
 
-    starts, place = np.full(experts + 1, -9, i32), np.full(rows * top_k, -9, i32)
-    pair_row, pair_weight = np.full(rows * top_k, -9, i32), np.full(rows * top_k, np.nan, np.float32)
     run(
         route.group_rows, experts, route.GROUP_THREADS, ids.reshape(-1).copy(), weights.reshape(-1).copy(), i32(rows), i32(top_k),
         i32(experts), starts, pair_row, pair_weight, place,
@@ -195,6 +215,8 @@ def check_routing(run: Run, rng: np.random.Generator, rows: int, experts: int, t
     flat = [pair for m in members for pair in m]
     assert pair_row[: len(flat)].tolist() == [r for r, _ in flat]
     assert pair_weight[: len(flat)].tolist() == [weights[pair] for pair in flat]
+    if chooser is None and blocks == 1:
+        assert all(np.array_equal(a[: len(b)], b) for a, b in zip(few, (starts, pair_row[: len(flat)], pair_weight[: len(flat)], place), strict=True))
     where = {pair: i for i, pair in enumerate(flat)}
     assert place.tolist() == [where.get((r, j), -1) for r in range(rows) for j in range(top_k)]
 

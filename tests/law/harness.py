@@ -7,9 +7,10 @@ import random
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -17,11 +18,13 @@ from kernels_numba.batch import Batch, SampleRows, SampleResult
 from kernels_numba.cpu import CpuBackend
 from lfm2serve.checkpoint import Checkpoint
 from lfm2serve.engine import Engine
+from lfm2serve.memory import prompt_cache, states
 from lfm2serve.memory.pages import SLACK_ROWS, PagePool, pages_for
+from lfm2serve.memory.prompt_cache import Mark
 from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Array, Model
 from lfm2serve.sampling import SamplingParams
-from lfm2serve.stream import StreamEvent, TokenLogprobs
+from lfm2serve.stream import StreamEvent, StreamMetrics, TokenLogprobs
 
 CONTEXT = 1500
 VOCAB = 400
@@ -36,6 +39,14 @@ class RecordingBackend(CpuBackend):
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
         self.bits: dict[tuple[int, int, int], str] = {}
+        self.copies = 0
+        self.failing: frozenset[int] = frozenset()  # calls of `copy` that raise, from 1
+
+    def copy(self, target: Array, source: Array, plan: Sequence[tuple[int, int, int]]) -> None:  # type: ignore[override]
+        self.copies += 1
+        if self.copies in self.failing:
+            raise RuntimeError("injected copy failure")
+        super().copy(target, source, plan)  # type: ignore[arg-type]
 
     def sample(self, logits: Array, rows: SampleRows) -> SampleResult:
         for i in range(len(logits)):
@@ -45,8 +56,8 @@ class RecordingBackend(CpuBackend):
 
     def give(self, request: Request, result: Result) -> None:
         """Hand a result the hashes of the rows that its tokens were drawn from."""
-        end = len(request.prompt) + len(result.tokens)
-        result.bits = {pos: bits for (seed, _, pos), bits in self.bits.items() if seed == request.seed and pos < end}
+        drawn = range(len(request.prompt), len(request.prompt) + len(result.tokens))
+        result.bits = {pos: bits for (seed, _, pos), bits in self.bits.items() if seed == request.seed and pos in drawn}
 
 
 class FaultyModel(Model):
@@ -69,22 +80,42 @@ class Request:
     max_tokens: int = 12
     temperature: float = 0.0
     cancel_after: int | None = None  # tokens after which a neighbour is cancelled
+    penalties: bool = False
+    stop: tuple[int, ...] = ()  # stop token ids
+    min_tokens: int = 0
+    marks: tuple[tuple[int, Mark], ...] | None = None  # None: a raw prompt
+    prompt_cache: bool = True
+    draft: bool = True
 
     def params(self) -> SamplingParams:
         sampled = {} if self.temperature == 0 else {"top_k": 50, "top_p": 0.95, "repetition_penalty": 1.05}
+        if self.penalties:
+            sampled |= {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3}
         return SamplingParams(
-            temperature=self.temperature, max_tokens=self.max_tokens, ignore_eos=True, logprobs=2, seed=self.seed, **sampled
-        )
+            temperature=self.temperature, max_tokens=self.max_tokens, ignore_eos=True, logprobs=2, seed=self.seed,
+            stop_token_ids=tuple(self.stop), min_tokens=self.min_tokens, **sampled,
+        )  # fmt: skip
 
 
 @dataclass
 class Result:
-    """tokens of a reply, its log-probabilities, and the hash of each logit row by position."""
+    """tokens of a reply, its log-probabilities, and the hash of each logit row by position.
+
+    The rest is no part of what has to be equal: how the reply was come by.
+    """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     bits: dict[int, str] = field(default_factory=dict)
     finish_reason: str | None = None
+    stream_id: int = field(default=0, compare=False)
+    metrics: StreamMetrics | None = field(default=None, compare=False)
+
+    @property
+    def cached(self) -> int:
+        """Tokens that were not run again."""
+        assert self.metrics is not None
+        return self.metrics.cached_tokens
 
     def same(self, other: Result) -> bool:
         return self == other
@@ -101,6 +132,10 @@ class Way:
     dtype: str = "bfloat16"
     threads: int | None = None
     pages: int | None = None
+    snapshot_pages: int = 0
+    snapshot_bytes: int = 2 << 20  # of a snapshot page
+    drafts: bool = True
+    warm_pass: bool = True
 
 
 @lru_cache(maxsize=4)
@@ -114,7 +149,15 @@ def _tensors(path: Path) -> tuple[Checkpoint, dict[str, np.ndarray]]:
 def engine_for(
     path: Path, way: Way, poison: frozenset[int] = frozenset(), *, ends: bool = False
 ) -> Iterator[tuple[Engine, RecordingBackend]]:
-    """An engine set up in one way; afterwards its census must be clean. ends: the test itself stops the engine."""
+    """An engine set up in one way; afterwards its accounts must be clean. ends: the test itself stops the engine."""
+    size = way.snapshot_bytes
+    with patch.object(states, "SNAPSHOT_PAGE", size), patch.object(prompt_cache, "SNAPSHOT_PAGE", size):
+        yield from _engine_for(path, way, poison, ends)
+
+
+def _engine_for(
+    path: Path, way: Way, poison: frozenset[int], ends: bool
+) -> Iterator[tuple[Engine, RecordingBackend]]:
     checkpoint, tensors = _tensors(path)
     backend = RecordingBackend(way.dtype, way.threads)
     rows = CONTEXT + SLACK_ROWS
@@ -125,16 +168,20 @@ def engine_for(
     pool = PagePool(pages, range_pages)
     if way.shuffle is not None:
         random.Random(way.shuffle).shuffle(pool._free)
-    states = StreamStates(checkpoint.config, backend, slots=way.slots, pages=pages, max_rows=rows)
-    poison_states(states)
+    slots = StreamStates(
+        checkpoint.config, backend, slots=way.slots, pages=pages, max_rows=rows, snapshot_pages=way.snapshot_pages
+    )
+    poison_states(slots)
     engine = Engine(
-        model, states, pool,
+        model, slots, pool,
         slots=way.slots, context=CONTEXT, vocab=VOCAB, eos_token_ids=[7], prompt_chunk=way.prompt_chunk,
+        drafts=way.drafts, warm_pass=way.warm_pass,
     )  # fmt: skip
     try:
         yield engine, backend
         assert engine.drain(60)
         assert engine.census().clean
+        check_kept(engine)
         assert engine.alive != ends, engine.fault
         assert engine.stats().counters.census_errors == 0
     finally:
@@ -143,8 +190,26 @@ def engine_for(
 
 def poison_states(states: StreamStates) -> None:
     """Fill what no stream has written yet with NaN: a read of it would show in every later bit."""
-    for array in (states.ring, *(a for a in vars_of(states.kv) if isinstance(a, np.ndarray))):
+    for array in (states.ring, states.taps, *(a for a in vars_of(states.kv) if isinstance(a, np.ndarray))):
         array[...] = np.nan if array.dtype == np.float32 else 0x7FC0
+    states._arena.view(np.uint16)[...] = 0x7FC0
+
+
+def check_kept(engine: Engine) -> None:
+    """What must hold of the kept states whenever nothing runs: every page is some state's, nobody uses one, and only
+    those that wait to be returned can't hit."""
+    with engine._book:
+        keeper = engine._keeper
+        cache = keeper.cache
+        held = sum(state.pages for state in cache.states)
+        assert held == cache.pages.total - cache.pages.free
+        assert held * prompt_cache.SNAPSHOT_PAGE == cache.held_bytes
+        pages = [page for state in cache.states for run in state.runs for page in range(run.start, run.end)]
+        assert len(pages) == len(set(pages)) == held
+        assert not any(state.pins for state in cache.states)
+        waiting = {id(state) for state in keeper._pending.values()}
+        assert all(state.ready != (id(state) in waiting) for state in cache.states)
+        assert all(len(state.tokens) == 4 * state.at for state in cache.states)
 
 
 def vars_of(obj: object) -> list[object]:
@@ -161,18 +226,21 @@ class Collector:
 
     def submit(self, request: Request, choice: int = 0) -> Result:
         result = Result()
-        ident: list[int] = []
 
         def sink(event: StreamEvent) -> None:
             result.tokens.extend(event.tokens)
             result.logprobs.extend(event.logprobs or [])
-            if request.cancel_after is not None and len(result.tokens) >= request.cancel_after and ident:
-                self.engine.cancel(ident[0])
+            result.metrics = event.metrics
+            if request.cancel_after is not None and len(result.tokens) >= request.cancel_after:
+                self.engine.cancel(event.stream_id)
             if event.finish_reason is not None:
                 result.finish_reason = event.finish_reason
                 self._done.release()
 
-        ident.append(self.engine.submit(request.prompt, request.params(), sink, seed=request.seed, choice=choice))
+        result.stream_id = self.engine.submit(
+            request.prompt, request.params(), sink, seed=request.seed, choice=choice,
+            marks=request.marks, prompt_cache=request.prompt_cache, draft=request.draft,
+        )  # fmt: skip
         self.results.append(result)
         return result
 
@@ -199,15 +267,60 @@ def run(
 
 
 def solo(path: Path, request: Request, dtype: str = "bfloat16") -> Result:
-    """The reference: alone in a fresh engine, whole prompt in the largest chunks."""
-    return _solo(path, request, dtype)
+    """The reference: alone in a fresh engine, whole prompt in the largest chunks, nothing kept, nothing drafted."""
+    return _solo(path, replace(request, marks=None, prompt_cache=True, draft=True, cancel_after=None), dtype)
 
 
 @lru_cache(maxsize=512)
 def _solo(path: Path, request: Request, dtype: str) -> Result:
-    return run(path, Way(dtype=dtype, slots=1), [request])[0]
+    return run(path, Way(dtype=dtype, slots=1, drafts=False), [request])[0]
 
 
 def prompt(length: int, seed: int) -> tuple[int, ...]:
     """A prompt of random token ids."""
     return tuple(random.Random(seed * 7919 + length).choices(range(13, VOCAB), k=length))
+
+
+USER, ASSISTANT, END = (6, 20), (6, 21), (7, 10)  # tokens before a user's text, before a reply, and behind either
+
+
+class Chat:
+    """A conversation in tokens, laid out as a chat template does it.
+
+    tokens: what a client has, without a generation prompt. settled: the history end of the last request.
+    """
+
+    def __init__(self, system: Sequence[int] = ()) -> None:
+        self.tokens = [1, *(([6, 19, *system, *END]) if system else ())]
+        self.shared = len(self.tokens)
+        self.settled = 0
+
+    def ask(self, text: Sequence[int], *, seed: int, **how: object) -> Request:
+        """The request of the next turn, with its marks."""
+        start = len(self.tokens) + len(USER)
+        history = (*self.tokens, *USER, *text, *END)
+        self.settled = len(history)
+        marks = ((len(history), Mark.HISTORY), (start, Mark.LAST_USER), (self.shared, Mark.SHARED))
+        return Request((*history, *ASSISTANT), seed=seed, marks=marks, **how)  # type: ignore[arg-type]
+
+    def answered(self, request: Request, reply: Sequence[int]) -> list[int]:
+        """Take a reply; returns the conversation as the client will send it back."""
+        self.tokens = [*request.prompt, *reply, *END]
+        return self.tokens
+
+
+def ask(engine: Engine, *requests: Request) -> list[Result]:
+    """The results of requests that are sent together."""
+    collector = Collector(engine)
+    for request in requests:
+        collector.submit(request)
+    return collector.wait()
+
+
+def check(path: Path, backend: RecordingBackend, request: Request, result: Result, dtype: str = "bfloat16") -> None:
+    """A reply must be the solo one: tokens, log-probabilities and the bits of every logit row."""
+    expected = solo(path, request, dtype)
+    backend.give(request, result)
+    assert len(expected.bits) == len(expected.tokens) > 0
+    assert result.tokens == expected.tokens
+    assert result == expected

@@ -120,6 +120,7 @@ def test_the_async_client_can_cancel(real: Live) -> None:
             )
             task = asyncio.create_task(ask)
             while not real.engine.census().leased:
+                assert not task.done(), "it ended before it could be cancelled"
                 await asyncio.sleep(0.005)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
+from kernels_numba.cuda import route
 from kernels_numba.cuda.scalar import SIMULATED
 from tests.cuda import operations
 
@@ -44,7 +45,21 @@ def test_conv(rng: np.random.Generator, tile: int) -> None:
 
 @pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 6, 2), (9, 32, 4)])
 def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) -> None:
-    operations.check_routing(run, rng, rows, experts, top_k, 64, product=False)
+    class Chooser:
+        """norm_route's choice from given logits."""
+
+        @staticmethod
+        def function(logits, bias, top_k, ids, weights):  # type: ignore[no-untyped-def]
+            scores = cuda.shared.array((1, 64), np.float32)
+            choice = cuda.shared.array((1, 64), np.float32)
+            row, lane = cuda.blockIdx.x, cuda.threadIdx.x
+            for e in range(lane, len(bias), 32):
+                route.score(logits[row, e], bias, True, scores, choice, 0, e)
+            cuda.syncthreads()
+            low, high = route.choose(scores, choice, 0, lane, len(bias), top_k)
+            route.write_choice(scores, 0, lane, low, high, True, np.float32(1), False, ids[row], weights[row], 0)
+
+    operations.check_routing(run, rng, rows, experts, top_k, 64, Chooser)
 
 
 @pytest.mark.parametrize(("scale", "ties"), [(1.0, True), (4.0, False)])

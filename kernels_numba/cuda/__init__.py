@@ -1,0 +1,597 @@
+"""The CUDA backend: bf16 weights and activations, every kernel in Numba. See `CudaBackend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batch import PAGE_ROWS, RING_ROWS, Batch, SampleResult, SampleRows
+from . import attention as _attention
+from . import conv as _conv
+from . import copies as _copies
+from . import embed as _embed
+from . import norm as _norm
+from . import rope as _rope
+from . import route as _route
+from . import sample as _sample
+from .compiler import Kernel
+from .driver import Device, DeviceArray, PinnedBuffer, Staging
+from .inputs import CONTROLS, DeviceBatch, Uploads, attention_tiles, control_arrays, count_ranges, packed_bytes
+from .linear import bind_linear
+from .moe_products import bind_experts_down, bind_experts_up
+from .pack import PackedWeight, bind_pack
+from .scratch import Activations, Scratch
+
+HEAD = _rope.HEAD
+VERIFY_ROWS = 16  # segments of up to so many rows are decode rows to attention
+PROMPT_CONV_ROWS = 8  # rows of a conv tile in prompts
+UPLOAD_BYTES = 4 << 20
+RESULT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of every attention layer in pages of PAGE_ROWS positions: bf16
+    [pages, layers, 2, kv_heads, PAGE_ROWS * 64]; a page is one run of memory (its inner order: see rope.py)."""
+
+    data: DeviceArray
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    @property
+    def page_bytes(self) -> int:
+        return self.data.row_bytes
+
+
+class PenaltyTables:
+    """Which tokens each slot's prompt holds and how often its reply does, on the device. `shape` [slots, width]."""
+
+    def __init__(self, backend: CudaBackend, slots: int, width: int) -> None:
+        self._backend = backend
+        self.shape = (slots, width)
+        self.prompt_seen = backend.device.allocate((slots, width), "u8")
+        self.output_count = backend.device.allocate((slots, width), "i32")
+        self._waiting: list[tuple[int, int]] = []
+
+    def open(self, slot: int, prompt: Sequence[int]) -> None:
+        """Forget a slot's last owner and take in a prompt."""
+        be = self._backend
+        self._waiting = [(s, token) for s, token in self._waiting if s != slot]
+        be.device.fill(self.prompt_seen[slot], 0, be.stream)
+        be.device.fill(self.output_count[slot], 0, be.stream)
+        ids, owner = be.send(np.asarray(prompt, np.int32))
+        be.launch(_copies.mark_tokens, 32, _copies.THREADS, ids, len(prompt), self.prompt_seen[slot])
+        del owner
+
+    def record(self, slot: int, token: int) -> None:
+        """Count a token of a slot's reply; takes effect before the next draw."""
+        self._waiting.append((slot, token))
+
+    def flush(self) -> None:
+        """Queue what was recorded."""
+        if self._waiting:
+            be, waiting = self._backend, np.array(self._waiting, np.int32)
+            self._waiting = []
+            slots, ids, owner = be.send(waiting[:, 0], waiting[:, 1])
+            be.launch(_copies.count_tokens, 1, _copies.THREADS, slots, ids, len(waiting), self.shape[1], self.output_count)
+            del owner
+
+
+class CudaBackend:
+    """Every operation of the network over packed rows, each row's result independent of the other rows.
+
+    The methods are CpuBackend's; arrays are on the device. Activations are bf16 [rows, features] in scratch memory,
+    logits float32. All work is queued on one stream, in order; only `sample`, `token_logprobs` and `read` wait for it. For
+    one thread. scratch_bytes bounds what one step computes (see `scratch_need`); nothing is allocated after the start.
+    """
+
+    name = "cuda"
+    dtype = "bfloat16"
+    PAGE = PAGE_ROWS
+    RING = RING_ROWS
+
+    def __init__(self, ordinal: int = 0, *, scratch_bytes: int = 1 << 30) -> None:
+        self.device = Device.open(ordinal)
+        self.stream = self.device.stream()
+        self.scratch = Scratch(self.device, scratch_bytes)
+        self._uploads = Uploads(self.device, self.stream, UPLOAD_BYTES)
+        self._results = PinnedBuffer(RESULT_BYTES)
+        self._ready = self.device.event(timing=False)
+        self._batch: DeviceBatch | None = None
+        self._table: NDArray[np.int32] | None = None
+        self._table_host: NDArray[np.int32] | None = None
+        self._table_device: DeviceArray | None = None
+        self._drawn: DeviceArray | None = None
+        self._no_bias = self.device.to_device(np.zeros(_route.MOST_EXPERTS, np.float32))
+        self.dependent = False
+
+    # ----------------------------------------------------------------------------------------------------- plumbing
+
+    def launch(self, kernel: Kernel, grid: int | tuple[int, ...], threads: int, *arguments: Any, shared: int = 0) -> None:
+        """Queue a kernel."""
+        given = [a.array if isinstance(a, Activations) else a for a in arguments]
+        self.device.function(kernel).bind(grid, threads, given, shared=shared, dependent=self.dependent).run(self.stream)
+
+    def send(self, *arrays: NDArray[Any]) -> list[Any]:
+        """Host arrays on the device, and last what holds their memory."""
+        owner = self.scratch.take((packed_bytes(arrays),), "u8")
+        return [*self._uploads.send(arrays, owner.array), owner]
+
+    def read(self, array: Activations | DeviceArray) -> NDArray[Any]:
+        """An array on the host (bf16 as uint16); waits for it."""
+        self.stream.synchronize()
+        return self.device.read(array.array if isinstance(array, Activations) else array)
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def upload(self, tensors: dict[str, NDArray[Any]]) -> dict[str, Any]:
+        """A checkpoint's weights on the device: matrices packed for the products, the rest as they are.
+
+        Norm and convolution weights stay on the host for `norm_weight`.
+        """
+        staging = Staging(self.device)
+        out: dict[str, Any] = {}
+        for name, values in tensors.items():
+            if values.dtype == np.float32:
+                out[name] = self.device.to_device(values)
+            elif name.endswith("norm") or name.endswith("conv.weight"):
+                out[name] = values
+            elif name.endswith("moe.gate"):
+                out[name] = self.device.to_device(values)
+            else:
+                out[name] = self._packed(staging, values, gated=name.endswith("w13"))
+        staging.close()
+        return out
+
+    def _packed(self, staging: Staging, values: NDArray[np.uint16], gated: bool) -> PackedWeight:
+        experts = values.shape[0] if values.ndim == 3 else 1
+        rows, depth = values.shape[-2:]
+        weight = PackedWeight.allocate(self.device, rows // 2 if gated else rows, depth, experts=experts, gated=gated)
+        each = self.device.allocate((rows, depth), "bf16")
+        for expert, matrix in enumerate(values.reshape(experts, rows, depth)):
+            staging.upload(each, matrix)
+            bind_pack(self.device, weight, each, expert).run(staging.stream)
+        staging.finish()
+        self.device.free(each)
+        return weight
+
+    def norm_weight(self, bits: NDArray[np.uint16]) -> DeviceArray:
+        """A small weight (norm [H]; convolution [H, 3], stored as [3, H])."""
+        return self.device.to_device(np.ascontiguousarray(bits.T))
+
+    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
+        return KVCache(self._zeros((pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD), "bf16"))
+
+    def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> DeviceArray:
+        """Convolution inputs [conv_layers, slots, RING_ROWS, hidden] by position % RING_ROWS."""
+        return self._zeros((conv_layers, slots, RING_ROWS, hidden), "bf16")
+
+    def allocate_taps(self, taps: int, conv_layers: int, hidden: int) -> DeviceArray:
+        """Convolution states [taps, conv_layers, 2, hidden] for `conv_taps`."""
+        return self._zeros((taps, conv_layers, 2, hidden), "bf16")
+
+    def allocate_bytes(self, nbytes: int) -> DeviceArray:
+        return self.device.allocate((nbytes,), "u8")
+
+    def _zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        array = self.device.allocate(shape, dtype)
+        self.device.fill(array, 0)
+        return array
+
+    def penalty_tables(self, slots: int, width: int) -> PenaltyTables:
+        return PenaltyTables(self, slots, width)
+
+    def rope_tables(self, theta: float, max_position: int) -> tuple[DeviceArray, DeviceArray]:
+        """cos and sin [max_position, 32], rounded to bf16."""
+        cos, sin = _rope.rope_tables(theta, max_position)
+        return self.device.to_device(_bf16_bits(cos)), self.device.to_device(_bf16_bits(sin))
+
+    def copy(self, target: DeviceArray, source: DeviceArray, plan: Sequence[tuple[int, int, int]]) -> None:
+        """Queue copies of bytes; plan: (offset in source, offset in target, bytes) of each run, multiples of 16."""
+        if plan:
+            runs, owner = self.send(np.array(plan, np.int64))
+            blocks = max(1, min(64, 512 // len(plan)))
+            self.launch(_copies.copy_runs, (len(plan), blocks), _copies.THREADS, source, target, runs, blocks)
+            del owner
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    def begin(self, batch: Batch | DeviceBatch, tap_rows: NDArray[np.int32] | None = None) -> DeviceBatch:
+        """Send a batch to the device; the operations that follow run its rows."""
+        self.device.make_current()
+        if isinstance(batch, DeviceBatch):
+            self._batch = batch
+            return batch
+        self.send_page_table(batch.page_table, batch.seg_slot)
+        rows = len(batch.tokens)
+        arrays = [batch.tokens, batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot]
+        taps = [] if tap_rows is None or not len(tap_rows) else [np.asarray(tap_rows, np.int32)]
+        *sent, owner = self.send(*arrays, *taps)
+        begun = DeviceBatch(rows, *sent[:5], tap_rows=sent[5] if taps else None, host=batch, owner=owner)
+        self._batch = begun
+        if int(np.diff(batch.seg_start).max()) <= VERIFY_ROWS:
+            begun.ranges = count_ranges(batch)
+            self.plan_attention(begun)
+        return begun
+
+    def plan_attention(self, batch: DeviceBatch) -> None:
+        """Count the ranges of a decode batch's rows."""
+        start = self.scratch.take((batch.rows + 1,), "i32")
+        batch.range_start, batch.owner = start.array, (batch.owner, start)
+        self.launch(
+            _attention.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, batch.rows, start
+        )
+
+    def send_page_table(self, table: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
+        """Bring the device's copy of the page table up to date for `slots`."""
+        if self._table is not table:
+            self._table, self._table_host = table, table.copy()
+            self._table_device = self.device.to_device(table)
+            self._drawn = self._zeros((len(table),), "i32")
+            return
+        assert self._table_host is not None and self._table_device is not None
+        slots = slots[slots >= 0]
+        for slot in slots[(table[slots] != self._table_host[slots]).any(1)].tolist():
+            self._table_host[slot] = table[slot]
+            self._uploads.send([table[slot]], self._table_device[slot])
+
+    def take(self, x: Activations, rows: Sequence[int]) -> Activations:
+        """Rows of an array, copied; the whole array itself where they are all of it, in order."""
+        if len(rows) == len(x) and list(rows) == list(range(len(x))):
+            return x
+        index, owner = self.send(np.asarray(rows, np.int32))
+        out = self.scratch.take((len(rows), x.shape[1]), "bf16")
+        self.launch(_copies.take_rows, len(rows), _copies.THREADS, x, index, x.shape[1], out)
+        del owner
+        return out
+
+    def part(self, x: Activations, start: int, stop: int) -> Activations:
+        """Rows start ... stop - 1 of an array, in place."""
+        return x.part(start, stop)
+
+    # --------------------------------------------------------------------------------------------------- operations
+
+    def embed(self, tokens: Any, weight: PackedWeight) -> Activations:
+        """Rows of the embedding for the tokens of the batch that was begun."""
+        batch = self._current
+        assert tokens is batch.tokens, "embed runs the tokens of the batch that was begun"
+        out = self.scratch.take((batch.rows, weight.depth), "bf16")
+        self.launch(
+            _embed.embed, batch.rows, _embed.THREADS, batch.tokens, self._drawn, batch.row_segment, batch.seg_slot, weight.data,
+            weight.depth, out,
+        )  # fmt: skip
+        return out
+
+    @property
+    def _current(self) -> DeviceBatch:
+        assert self._batch is not None, "no batch was begun"
+        return self._batch
+
+    def rms_norm(self, x: Activations, weight: DeviceArray, eps: float) -> Activations:
+        """r(w * r(x / sqrt(mean(x**2) + eps))). Queued with what reads it first: behind `moe` the sum over experts is part
+        of the same kernel, before `moe` the router takes it into its own."""
+        return _Normed(self, x, weight, eps)
+
+    def linear(self, x: Activations, weight: PackedWeight, residual: Activations | None = None) -> Activations:
+        """r(x wT) [R, N], or r(residual + r(x wT)); for gated weights the SwiGLU's activations."""
+        out = self.scratch.take((len(x), weight.outputs), "bf16")
+        self._product(x, weight, out, residual)
+        return out
+
+    def _product(
+        self, x: Activations, weight: PackedWeight, out: Activations, residual: Activations | None = None
+    ) -> None:
+        bind_linear(
+            self.device, x.array, weight, out.array, residual=None if residual is None else residual.array,
+            dependent=self.dependent,
+        ).run(self.stream)  # fmt: skip
+
+    def short_conv(
+        self, bcx: Activations, conv_weight: DeviceArray, ring: DeviceArray, layer: int, batch: DeviceBatch
+    ) -> Activations:
+        """The gated convolution of rows B, C, x [R, 3H]; keeps the rows' inputs in the ring."""
+        hidden = ring.shape[3]
+        tile = 1 if batch.range_start is not None else PROMPT_CONV_ROWS
+        out = self.scratch.take((len(bcx), hidden), "bf16")
+        self.launch(
+            _conv.short_conv, (-(-len(bcx) // tile), -(-hidden // 2 // _conv.THREADS)), _conv.THREADS, bcx, conv_weight, ring, layer,
+            ring.shape[1], batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, len(bcx), hidden, tile, out,
+        )  # fmt: skip
+        return out
+
+    def conv_taps(
+        self, bcx: Activations, ring: DeviceArray, layer: int, batch: DeviceBatch, rows: Any, taps: DeviceArray
+    ) -> None:
+        """Copy the convolution's state after each of the batch's tap rows to taps [>= T, layers, 2, H]; before
+        `short_conv`."""
+        if batch.tap_rows is not None:
+            self.launch(
+                _copies.conv_taps, batch.tap_rows.shape[0], _copies.THREADS, bcx, ring, layer, ring.shape[0], ring.shape[1],
+                batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, batch.tap_rows, ring.shape[3], taps,
+            )  # fmt: skip
+
+    def attention_inputs(
+        self,
+        qkv: Activations,
+        q_norm: DeviceArray,
+        k_norm: DeviceArray,
+        eps: float,
+        cos: DeviceArray,
+        sin: DeviceArray,
+        kv: KVCache,
+        layer: int,
+        batch: DeviceBatch,
+        heads: int,
+        kv_heads: int,
+    ) -> Activations:
+        """Queries [R, heads * 64] normed and rotated; the rows' keys and values are written to the cache's `layer`."""
+        table = self._table_device
+        assert table is not None
+        q = self.scratch.take((len(qkv), heads * HEAD), "bf16")
+        blocks = -(-(heads + 2 * kv_heads) // _rope.WARPS)
+        self.launch(
+            _rope.attention_inputs, (len(qkv), blocks), _rope.THREADS, qkv, q_norm, k_norm, eps, cos, sin, kv.data, layer,
+            kv.data.shape[1], batch.positions, batch.row_segment, batch.seg_slot, table, table.shape[1], heads, kv_heads, q,
+        )  # fmt: skip
+        return q
+
+    def attention(
+        self, q: Activations, kv: KVCache, layer: int, batch: DeviceBatch, heads: int, kv_heads: int
+    ) -> Activations:
+        """Causal attention [R, heads * 64] of each row over the cached positions [0, its own] of its stream."""
+        table, group = self._table_device, heads // kv_heads
+        assert table is not None
+        common = (
+            kv.data.pointer, layer, kv.data.shape[1], kv_heads, group, batch.positions, batch.row_segment, batch.seg_slot, table,
+            table.shape[1],
+        )  # fmt: skip
+        out = self.scratch.take(q.shape, "bf16")
+        if batch.range_start is None:
+            if batch.tiles is None:
+                assert batch.host is not None
+                *batch.tiles, owner = self.send(*attention_tiles(batch.host, group))
+                batch.owner = (batch.owner, owner)
+            self.launch(
+                _attention.attention_rows, (batch.tiles[0].shape[0], kv_heads), 32 * _attention.WARPS, q, *common, *batch.tiles,
+                out, shared=4 * _attention.RANGE_BYTES,
+            )  # fmt: skip
+            return out
+        partial = self.scratch.take((batch.ranges, heads, HEAD), "f32")
+        scale = self.scratch.take((batch.ranges, heads, 2), "f32")
+        blocks = min(batch.ranges, max(1, 6 * self.device.multiprocessors // kv_heads))
+        self.launch(
+            _attention.attention_ranges, (blocks, kv_heads), 32, q, *common, batch.rows, batch.range_start, partial, scale,
+            shared=2 * _attention.RANGE_BYTES,
+        )  # fmt: skip
+        self.launch(_attention.attention_merge, (batch.rows, heads), 32, partial, scale, batch.range_start, heads, out)
+        return out
+
+    def swiglu(
+        self, x: Activations, w13: PackedWeight, w2: PackedWeight, residual: Activations
+    ) -> Activations:
+        """r(residual + r(w2 r(r(silu(w1 x)) * r(w3 x))))."""
+        return self.linear(self.linear(x, w13), w2, residual)
+
+    def moe(
+        self,
+        x: Activations,
+        gate: DeviceArray,
+        expert_bias: DeviceArray | None,
+        w13: PackedWeight,
+        w2: PackedWeight,
+        top_k: int,
+        norm_topk: bool,
+        scaling: float,
+        residual: Activations,
+    ) -> Activations:
+        """r(residual + r(sum of r(weight * expert(x)))) over the chosen experts; x is `rms_norm`'s, not used before."""
+        assert isinstance(x, _Normed) and x.unfinished is not None, "the router norms its rows itself"
+        h, norm, eps = x.claim()
+        batch, rows, hidden = self._current, len(h), h.shape[1]
+        experts, pairs = w13.experts, rows * top_k
+        if experts > _route.MOST_EXPERTS or hidden > _route.MOST_HIDDEN or hidden % 32 or top_k > 32:
+            raise ValueError(f"{experts} experts of hidden size {hidden}, {top_k} a row: beyond what the router does")
+        take = self.scratch.take
+        ids, weights = take((pairs,), "i32"), take((pairs,), "f32")
+        start, pair_row = take((experts + 1,), "i32"), take((pairs,), "i32")
+        pair_weight, place = take((pairs,), "f32"), take((pairs,), "i32")
+        blocks = -(-rows // _route.ROUTE_ROWS)
+        self.launch(
+            _route.norm_route, blocks, _route.ROUTE_THREADS, h, norm, eps, x, gate,
+            self._no_bias if expert_bias is None else expert_bias, int(expert_bias is not None), batch.row_segment, batch.seg_slot,
+            rows, hidden, experts, top_k, int(norm_topk), scaling, ids, weights, start, pair_row, pair_weight, place,
+        )  # fmt: skip
+        if blocks > 1:
+            self.launch(
+                _route.group_rows, experts, _route.GROUP_THREADS, ids, weights, rows, top_k, experts, start, pair_row,
+                pair_weight, place,
+            )  # fmt: skip
+        act, y = take((pairs, w13.outputs), "bf16"), take((pairs, hidden), "bf16")
+        for product in (
+            bind_experts_up(self.device, x.array, w13, start.array, pair_row.array, act.array, dependent=self.dependent),
+            bind_experts_down(self.device, act.array, w2, start.array, pair_weight.array, y.array, dependent=self.dependent),
+        ):
+            product.run(self.stream)
+        return _ExpertSum(self, residual, y, place, top_k)
+
+    def logits(self, x: Activations, weight: PackedWeight) -> Activations:
+        """[n, V] float32, rounded as any product."""
+        out = self.scratch.take((len(x), weight.outputs), "f32")
+        self._product(x, weight, out)
+        return out
+
+    # ----------------------------------------------------------------------------------------------------- sampling
+
+    def sample(self, logits: Activations, rows: SampleRows) -> SampleResult:
+        """One token a row; see `SampleRows`. prompt_seen and output_count may be a `PenaltyTables` (both the same one)."""
+        count, most = len(logits), max(0, int(rows.top_n.max(initial=-1)))
+        if isinstance(rows.prompt_seen, PenaltyTables):
+            tables, owners = rows.prompt_seen, []
+            tables.flush()
+            seen, counts = tables.prompt_seen, tables.output_count
+        else:
+            used = np.where((rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0), rows.slot, -1)
+            rows, seen, counts, owners = self._tables(rows, used)
+        *controls, owner = self.send(*control_arrays(rows, np.zeros(count, np.int32)))
+        block, result = self.result_arrays(count, most)
+        self.draw(logits, rows.vocab, controls, seen, counts, most, result)
+        out = self._download(block, count, most)
+        del owner, owners
+        return out
+
+    def _tables(self, rows: SampleRows, used: NDArray[np.int32]) -> tuple[SampleRows, DeviceArray, DeviceArray, list[Any]]:
+        """Host tables: the rows of slots that need them, sent along; `slot` then counts those."""
+        slots = np.unique(used[used >= 0])
+        if not len(slots):
+            none = self._no_bias
+            return rows._replace(slot=np.zeros_like(rows.slot)), none, none, []
+        moved = np.searchsorted(slots, np.where(used >= 0, rows.slot, slots[0])).astype(np.int32)
+        seen, counts, owner = self.send(rows.prompt_seen[slots], rows.output_count[slots])
+        return rows._replace(slot=moved), seen, counts, [owner]
+
+    def result_arrays(self, count: int, most: int) -> tuple[Activations, list[DeviceArray]]:
+        """Memory for token, logprob, rank, top_ids, top_logprobs of `count` rows, one after another."""
+        block = self.scratch.take((count * (3 + 2 * most),), "i32")
+        return block, split_results(block.array, count, most)
+
+    def draw(
+        self,
+        logits: Activations,
+        vocab: int,
+        controls: Sequence[DeviceArray],
+        seen: DeviceArray,
+        counts: DeviceArray,
+        most: int,
+        result: Sequence[DeviceArray],
+    ) -> None:
+        """Queue the sampling kernel. controls: as of `control_arrays`."""
+        head = len(CONTROLS) + 1
+        drawn = self._no_bias if self._drawn is None else self._drawn
+        adjusted = self.scratch.take(logits.shape, "f32")
+        self.launch(
+            _sample.sample, len(logits), _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head], seen, counts,
+            *controls[head:], most, drawn, *result,
+        )  # fmt: skip
+
+    def _download(self, block: Activations, count: int, most: int) -> SampleResult:
+        words = count * (3 + 2 * most)
+        if words * 4 > RESULT_BYTES:
+            host = self.read(block)
+        else:
+            host = self._results.array[: words * 4].view(np.int32)
+            self.device.read(block.array, host, self.stream)
+            self._ready.record(self.stream)
+            self._ready.synchronize()
+        return host_results(host, count, most)
+
+    def token_logprobs(
+        self, logits: Activations, targets: NDArray[np.int32], top_n: NDArray[np.int32], vocab: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
+        """Log-probability and rank [n] of each target, and the ids and log-probabilities [n, T] of the best `top_n`."""
+        count, most = len(logits), max(0, int(top_n.max(initial=0)))
+        target, wanted, owner = self.send(targets, top_n)
+        block, result = self.result_arrays(count, most)
+        self.launch(
+            _sample.token_logprobs, count, _sample.THREADS, logits, logits.shape[1], vocab, target, wanted, most, *result[1:]
+        )
+        out = self._download(block, count, most)
+        del owner
+        return out.logprob, out.rank, out.top_ids, out.top_logprobs
+
+
+class _Normed(Activations):
+    """An RMSNorm that is queued with whatever reads it first."""
+
+    __slots__ = ("_backend", "_given", "_owner")
+
+    def __init__(self, backend: CudaBackend, x: Activations, weight: DeviceArray, eps: float) -> None:
+        self._owner = backend.scratch.take(x.shape, "bf16")
+        super().__init__(self._owner.memory, None)
+        self._backend = backend
+        self._given: Any = (x, weight, eps)
+        self.unfinished = self._finish
+
+    def claim(self) -> tuple[Activations, DeviceArray, float]:
+        """What is to be normed, and with what; the caller queues it."""
+        given, self.unfinished, self._given = self._given, None, None
+        return given  # type: ignore[no-any-return]
+
+    def _finish(self) -> None:
+        x, weight, eps = self.claim()
+        if isinstance(x, _ExpertSum) and x.unfinished is not None:
+            x.finish_with_norm(weight, eps, self._owner)
+        else:
+            self._backend.launch(_norm.rms_norm, len(x), _norm.THREADS, x, weight, eps, x.shape[1], self._owner)
+
+
+class _ExpertSum(Activations):
+    """A residual stream whose sum over experts is queued with whatever reads it first; a norm takes it into its kernel."""
+
+    __slots__ = ("_backend", "_owner", "_parts")
+
+    def __init__(self, backend: CudaBackend, residual: Activations, y: Activations, place: Activations, top_k: int) -> None:
+        self._owner = backend.scratch.take(residual.shape, "bf16")
+        super().__init__(self._owner.memory, None)
+        self._backend, self._parts = backend, (y, place, residual, top_k)
+        self.unfinished = self._finish
+
+    def _finish(self) -> None:
+        y, place, residual, top_k = self._parts
+        rows, hidden = self.shape
+        self._backend.launch(_route.combine_experts, rows, 256, y, place, residual, top_k, hidden, self._owner)
+        self._parts = ()
+
+    def finish_with_norm(self, weight: DeviceArray, eps: float, normed: Activations) -> None:
+        """Queue the sum and the norm of its result in one kernel."""
+        y, place, residual, top_k = self._parts
+        rows, hidden = self.shape
+        self.unfinished, self._parts = None, ()
+        self._backend.launch(
+            _route.combine_experts_norm, rows, 256, y, place, residual, top_k, weight, eps, hidden, self._owner, normed
+        )
+
+
+def split_results(block: DeviceArray, count: int, most: int) -> list[DeviceArray]:
+    """token, logprob, rank, top_ids, top_logprobs in one block of 32-bit words."""
+    out, at = [], 0
+    for shape, kind in (((count,), "i32"), ((count,), "f32"), ((count,), "i32"), ((count, most), "i32"), ((count, most), "f32")):
+        out.append(DeviceArray(block.pointer + 4 * at, shape, kind))
+        at += out[-1].size
+    return out
+
+
+def host_results(words: NDArray[np.int32], count: int, most: int) -> SampleResult:
+    """The same block on the host, copied out."""
+    words = words.copy()
+    token, logprob, rank = words[:count], words[count : 2 * count].view(np.float32), words[2 * count : 3 * count]
+    ids, best = words[3 * count : (3 + most) * count], words[(3 + most) * count :].view(np.float32)
+    return SampleResult(token, logprob, rank, ids.reshape(count, most), best.reshape(count, most))
+
+
+def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """Nearest-even bf16 bits of finite values."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def scratch_need(
+    rows: int, *, hidden: int, qkv: int, features: int, pairs: int, expert_features: int, logit_rows: int, vocab: int,
+    ranges: int, heads: int,
+) -> int:  # fmt: skip
+    """Bytes of scratch for steps of up to `rows` rows.
+
+    features: of the widest dense SwiGLU; pairs: experts a row (0 for dense models); logit_rows: rows whose logits are held at
+    once; ranges: attention ranges of all decode rows together.
+    """
+    widest = max(3 * hidden + hidden, qkv + 2 * heads * HEAD, features, pairs * (expert_features + hidden + 16))
+    step = rows * (4 * hidden + widest) * 2
+    return step + 2 * logit_rows * vocab * 4 + ranges * heads * (HEAD + 2) * 4 + (64 << 20)
+
+
+__all__ = ["CudaBackend", "KVCache", "PenaltyTables", "scratch_need"]

@@ -1,0 +1,508 @@
+"""Kept states: what resumes, from where, and that it changes no bit of any reply."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels_numba.batch import RING_ROWS
+from lfm2serve.engine import Engine
+from lfm2serve.memory.prompt_cache import Mark
+from lfm2serve.memory.states import TAPS
+from tests.law.harness import ASSISTANT, END, USER, Chat, Request, Result, Way, ask, check, engine_for, prompt
+
+KEEPING = Way(threads=1, snapshot_pages=256, snapshot_bytes=128 << 10)
+WAYS = st.builds(
+    replace,
+    st.just(KEEPING),
+    prompt_chunk=st.one_of(st.none(), st.sampled_from([1, 3, 16, 64, 129])),
+    slots=st.integers(1, 4),
+    kv=st.sampled_from(["paged", "fixed"]),
+    shuffle=st.one_of(st.none(), st.integers(0, 9)),
+    drafts=st.booleans(),
+)
+few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def kept(engine: Engine) -> list[tuple[int, str]]:
+    """Every state that can hit: tokens and kind of mark, shortest first."""
+    return sorted((state.at, str(state.mark)) for state in engine._keeper.cache.states if state.ready)
+
+
+def reply(engine: Engine, chat: Chat, request: Request) -> Result:
+    """One turn of a chat whose client sends back what it got."""
+    [result] = ask(engine, request)
+    engine.returned(result.stream_id, chat.answered(request, result.tokens))
+    return result
+
+
+# ---- chats ----
+
+
+@few
+@given(
+    way=WAYS,
+    texts=st.lists(st.one_of(st.integers(0, 40), st.sampled_from([100, 290])), min_size=4, max_size=4),
+    system=st.sampled_from([0, 1, 30, 505]),
+    temperature=st.sampled_from([0.0, 0.9]),
+    penalties=st.booleans(),
+    restart=st.integers(0, 3),
+)
+def test_a_resumed_chat_is_the_fresh_one(
+    tiny: Path, way: Way, texts: list[int], system: int, temperature: float, penalties: bool, restart: int
+) -> None:
+    chat, turn = Chat(prompt(system, 5)), 0
+    for turns in (texts[:restart], texts[restart:]):  # between them the engine starts again, with nothing kept
+        with engine_for(tiny, way) as (engine, backend):
+            ends = 0
+            for length in turns:
+                turn += 1
+                request = chat.ask(
+                    prompt(length, turn), seed=turn, temperature=temperature, penalties=penalties, max_tokens=3 + 5 * turn
+                )
+                result = reply(engine, chat, request)
+                check(tiny, backend, request, result)
+                assert result.cached == ends
+                ends = len(request.prompt) + len(result.tokens) - 1  # the last token's row never ran
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_eight_chats_of_four_turns_hit_at_every_later_turn(tiny: Path, drafts: bool) -> None:
+    chats = [Chat(prompt(10 + 7 * n, n)) for n in range(8)]
+    with engine_for(tiny, replace(KEEPING, slots=3, drafts=drafts, shuffle=3, prompt_chunk=70)) as (engine, backend):
+        for turn in range(4):
+            asked = [
+                chat.ask(prompt(3 + 4 * n, turn), seed=10 * turn + n, temperature=0.8 * (n % 2), max_tokens=14)
+                for n, chat in enumerate(chats)
+            ]
+            before = [len(chat.tokens) - 3 for chat in chats]
+            for chat, request, result, rows in zip(chats, asked, ask(engine, *asked), before, strict=True):
+                check(tiny, backend, request, result)
+                # different chats begin with three equal tokens, and even those are resumed
+                assert result.cached == rows if turn else result.cached in (0, 3)
+                engine.returned(result.stream_id, chat.answered(request, result.tokens))
+        assert engine.stats().cache.counters.hits[Mark.REPLY] == 24
+        assert engine.stats().counters.warm_passes == 0
+
+
+def test_a_client_that_says_nothing_resumes_at_the_history_end(tiny: Path) -> None:
+    chat = Chat(prompt(20, 1))
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        settled = 0
+        for turn in range(4):
+            request = chat.ask(prompt(9, turn), seed=turn)
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            assert result.cached == settled
+            assert result.metrics is not None and result.metrics.cache_hit == ("history" if turn else None)
+            settled = chat.settled
+            chat.answered(request, result.tokens)
+        assert engine.stats().cache.counters.hits == {Mark.HISTORY: 3}
+
+
+# ---- prompts of any length ----
+
+
+@pytest.mark.parametrize("length", [2, 3, 31, 32, 33, 40, 64, 100, 513, 527, 528, 561])
+def test_an_identical_prompt_hits_a_row_before_its_end_and_its_extension_too(tiny: Path, length: int) -> None:
+    request = Request(prompt(length, 2), seed=1, max_tokens=5)
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        for cached in (0, length - 1, length - 1):
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            assert result.cached == cached
+        assert result.metrics is not None
+        assert (result.metrics.cache_hit, result.metrics.cache_missed) == ("prompt", None)
+        longer = Request(request.prompt + prompt(20, 3), seed=2, max_tokens=5)
+        [result] = ask(engine, longer)
+        check(tiny, backend, longer, result)
+        assert result.cached >= length - 1
+
+
+def test_a_completion_that_goes_on_resumes_at_the_rows_that_ran(tiny: Path) -> None:
+    request = Request(prompt(50, 2), seed=1, max_tokens=9)
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        [first] = ask(engine, request)
+        longer = Request((*request.prompt, *first.tokens, 20, 21), seed=2)
+        [result] = ask(engine, longer)
+        check(tiny, backend, longer, result)
+        assert result.cached == 58 and result.metrics is not None and result.metrics.cache_hit == "reply"
+
+
+def test_a_prompt_of_one_token_has_nothing_to_resume(tiny: Path) -> None:
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        for _ in range(2):
+            request = Request((50,), seed=1, max_tokens=4)
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            assert result.cached == 0
+
+
+def test_an_identical_chat_hits_at_its_history_end_then_a_row_before_its_end(tiny: Path) -> None:
+    chat = Chat(prompt(15, 1))
+    request = chat.ask(prompt(30, 1), seed=4)
+    settled, whole = chat.settled, len(request.prompt)
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        cached = []
+        for _ in range(4):
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            cached.append(result.cached)
+            engine.returned(result.stream_id, chat.answered(request, result.tokens))
+        # the reply's end holds the whole prompt: where they part, one row before the prompt's end, is kept from then on
+        assert cached == [0, settled, whole - 1, whole - 1]
+
+
+# ---- edits, branches, shared beginnings ----
+
+
+def test_an_edited_message_resumes_at_its_start_and_a_branch_from_an_earlier_turn_does_too(tiny: Path) -> None:
+    chat = Chat(prompt(12, 1))
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        sent = []
+        for turn in range(4):
+            before = list(chat.tokens)
+            request = chat.ask(prompt(25, turn), seed=turn)
+            sent.append((before, request))
+            reply(engine, chat, request)
+        for turn in (3, 1):
+            before, request = sent[turn]
+            edited = Chat()
+            edited.tokens, edited.shared = before, chat.shared
+            other = edited.ask(prompt(17, 40 + turn), seed=20 + turn)
+            [result] = ask(engine, other)
+            check(tiny, backend, other, result)
+            assert result.cached == len(before) + 2
+            assert result.metrics is not None and result.metrics.cache_hit == "last_user"
+
+
+def test_another_chat_with_the_same_system_prompt_resumes_behind_it(tiny: Path) -> None:
+    system = prompt(120, 1)
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        first, second = Chat(system), Chat(system)
+        reply(engine, first, first.ask((100, *prompt(20, 1)), seed=1))
+        request = second.ask((101, *prompt(20, 2)), seed=2)
+        [result] = ask(engine, request)
+        check(tiny, backend, request, result)
+        # two tokens that open every user message follow the system prompt: the last user text starts behind them
+        assert result.cached == second.shared + 2
+        third = Chat((*system[:-1], 399))
+        request = third.ask(prompt(20, 3), seed=3)
+        [result] = ask(engine, request)
+        check(tiny, backend, request, result)
+        assert result.cached == 0 and result.metrics is not None
+        assert result.metrics.cache_missed == f"diverged at token {3 + 119}"
+
+
+def test_where_two_prompts_part_is_kept_on_the_second_pass_and_hits_on_the_third(tiny: Path) -> None:
+    common = prompt(90, 1)
+    asked = [Request((*common, 100 + n, *prompt(30, n)), seed=n) for n in range(4)]
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        seen = []
+        for request in asked:
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            assert result.metrics is not None
+            seen.append((result.cached, result.metrics.cache_hit, result.metrics.cache_missed))
+            if request is asked[1]:
+                assert (90, "shared") in kept(engine)
+        assert seen == [
+            (0, None, None),
+            (0, None, "diverged at token 90"),
+            (90, "shared", None),
+            (90, "shared", None),
+        ]
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_requests_on_one_shared_beginning_all_equal_solo(tiny_moe: Path, count: int) -> None:
+    common = prompt(200, 1)
+    first = Request((*common, 20), seed=0, marks=((200, Mark.SHARED),))
+    asked = [Request((*common, *prompt(5 + n, n)), seed=1 + n, temperature=0.7 * (n % 2)) for n in range(count)]
+    with engine_for(tiny_moe, replace(KEEPING, slots=5)) as (engine, backend):
+        ask(engine, first)
+        for request, result in zip(asked, ask(engine, *asked), strict=True):
+            check(tiny_moe, backend, request, result)
+            assert result.cached == 200
+    with engine_for(tiny_moe, replace(KEEPING, slots=8)) as (engine, backend):
+        for request, result in zip(asked, ask(engine, *asked), strict=True):  # nothing is kept before they start
+            check(tiny_moe, backend, request, result)
+
+
+# ---- who neither resumes nor keeps ----
+
+
+def test_prompt_logprobs_never_resume_but_keep(tiny: Path) -> None:
+    ids = prompt(60, 1)
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        request = Request(ids, seed=1)
+        for cached in (0, 59):
+            [result] = ask(engine, request)
+            assert result.cached == cached
+        done: list[object] = []
+        params = replace(request.params(), prompt_logprobs=1)
+        for _ in range(2):
+            engine.submit(ids, params, done.append, seed=2)
+            assert engine.drain(60)
+        events = [event for event in done if event.finish_reason is not None]  # type: ignore[attr-defined]
+        assert [event.metrics.cached_tokens for event in events] == [0, 0]
+        scores = [event.prompt_logprobs for event in done if event.prompt_logprobs]  # type: ignore[attr-defined]
+        assert len(scores) == 2 and scores[0] == scores[1] and len(scores[0]) == 60
+        assert engine.clear_prompt_cache()
+        engine.submit(ids, params, done.append, seed=2)
+        assert engine.drain(60)
+        [result] = ask(engine, request)
+        check(tiny, backend, request, result)
+        assert result.cached == 59
+
+
+def test_a_request_without_the_prompt_cache_neither_resumes_nor_keeps(tiny: Path) -> None:
+    request = Request(prompt(60, 1), seed=1)
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        off = replace(request, prompt_cache=False)
+        [result] = ask(engine, off)
+        assert kept(engine) == []
+        ask(engine, request)
+        before = kept(engine)
+        [result] = ask(engine, replace(off, prompt=(*request.prompt, 30)))
+        check(tiny, backend, replace(off, prompt=(*request.prompt, 30)), result)
+        assert result.cached == 0 and kept(engine) == before
+        assert engine.stats().cache.counters.lookups == 1
+
+
+def test_without_a_budget_nothing_is_kept_and_nothing_prepared(tiny: Path) -> None:
+    chat = Chat(prompt(12, 1))
+    with engine_for(tiny, replace(KEEPING, snapshot_pages=0)) as (engine, backend):
+        for turn in range(2):
+            request = chat.ask(prompt(30, turn), seed=turn)
+            result = reply(engine, chat, request)
+            check(tiny, backend, request, result)
+            assert result.cached == 0
+        assert engine.drain(60)
+        assert engine.stats().counters.warm_passes == 0 and engine.stats().cache.states == 0
+
+
+# ---- the reply's end ----
+
+
+@pytest.mark.parametrize("back", [0, 1, 2, 15, 30, 31, 32, 33, 60])
+def test_a_reply_that_comes_back_shorter_resumes_exactly_where_it_was_cut(tiny: Path, back: int) -> None:
+    """As far as the ring goes the reply's end is cut; beyond, a background pass prepares the next turn's start."""
+    chat = Chat(prompt(12, 1))
+    with engine_for(tiny, replace(KEEPING, drafts=False)) as (engine, backend):
+        request = chat.ask(prompt(20, 1), seed=1, temperature=0.9, max_tokens=80)
+        [result] = ask(engine, request)
+        assert back == 0 or result.tokens[80 - back] != END[0]
+        ran = len(request.prompt) + 79  # the last token's row never did
+        rows = min(ran, len(request.prompt) + 80 - back)
+        sent = chat.answered(request, result.tokens[: 80 - back])
+        engine.returned(result.stream_id, sent)
+        assert engine.drain(60)
+        within = rows - 2 >= ran - RING_ROWS
+        assert engine.stats().counters.warm_passes == (not within)
+        expected = rows if within else len(sent)
+        assert kept(engine)[-1] == (expected, "reply")
+        following = chat.ask(prompt(8, 2), seed=2)
+        [after] = ask(engine, following)
+        check(tiny, backend, following, after)
+        assert after.cached == expected
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_background_pass_is_made_where_it_spares_sixteen_rows(tiny_moe: Path, few: bool) -> None:
+    chat = Chat(prompt(12, 1))
+    with engine_for(tiny_moe, KEEPING) as (engine, _):
+        request = chat.ask(prompt(20, 1), seed=1, max_tokens=60)
+        [result] = ask(engine, request)
+        sent = chat.answered(request, prompt(16 - len(ASSISTANT) - len(END) - few, 9))
+        engine.returned(result.stream_id, sent)
+        assert engine.drain(60)
+        assert engine.stats().counters.warm_passes == (not few)
+        [result] = ask(engine, chat.ask(prompt(5, 2), seed=2))
+        assert result.cached == (chat.settled - 5 - len(USER) - len(END) if not few else len(request.prompt) - len(ASSISTANT))
+
+
+def test_a_ring_that_a_resumed_stream_never_filled_is_not_cut_into(tiny: Path) -> None:
+    """A state kept by a tap brings two conv inputs along, a reply's end those of its ring: what lies before them is
+    whatever the slot held."""
+    with engine_for(tiny, replace(KEEPING, slots=1, drafts=False)) as (engine, backend):
+        base = Request(prompt(100, 1), seed=1, max_tokens=1)
+        ask(engine, base, Request(prompt(90, 7), seed=9, max_tokens=20))  # the slot's ring is another stream's now
+        for seed, back in enumerate((1, 2, 3, 5, 20), start=2):
+            request = Request((*base.prompt, 30 + seed), seed=seed, max_tokens=3, marks=())
+            [result] = ask(engine, request)
+            assert result.cached >= 99
+            engine.returned(result.stream_id, (*request.prompt[: 101 - back], 20))
+            assert engine.drain(60)
+            after = Request((*request.prompt[: 101 - back], 20, 21), seed=20 + seed)
+            [result] = ask(engine, after)
+            check(tiny, backend, after, result)
+
+
+@few
+@given(way=WAYS, cuts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 45)), min_size=2, max_size=4), seed=st.integers(0, 5))
+def test_cut_after_cut_is_exact(tiny: Path, way: Way, cuts: list[tuple[int, int]], seed: int) -> None:
+    """Replies that come back with their end dropped, again and again, also into the turns before."""
+    conversation, turn = [1, *prompt(40, seed)], 0
+    with engine_for(tiny, way) as (engine, backend):
+        for length, back in cuts:
+            turn += 1
+            request = Request((*conversation, *prompt(3, turn)), seed=turn, temperature=0.9, max_tokens=length, marks=())
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            whole = [*request.prompt, *result.tokens]
+            conversation = [*whole[: max(2, len(whole) - back)], 10 + turn]
+            engine.returned(result.stream_id, conversation)
+            assert engine.drain(60)
+
+
+def test_a_forgotten_reply_leaves_nothing(tiny: Path) -> None:
+    chat = Chat(prompt(12, 1))
+    with engine_for(tiny, KEEPING) as (engine, _):
+        request = chat.ask(prompt(20, 1), seed=1)
+        [result] = ask(engine, request)
+        assert engine.stats().cache.states == len(kept(engine)) + 1
+        engine.forget(result.stream_id)
+        engine.forget(result.stream_id)
+        engine.forget(999)
+        assert engine.drain(60)
+        assert [mark for _, mark in kept(engine)] == ["shared", "last_user", "history"]
+        assert engine.stats().cache.states == 3
+        engine.returned(result.stream_id, [])
+        assert engine.drain(60)
+
+
+def test_a_reply_that_was_cancelled_keeps_no_end(tiny: Path) -> None:
+    chat = Chat(prompt(12, 1))
+    with engine_for(tiny, KEEPING) as (engine, _):
+        ask(engine, chat.ask(prompt(20, 1), seed=1, max_tokens=200, cancel_after=5))
+        assert {mark for _, mark in kept(engine)} == {"shared", "last_user", "history"}
+        assert engine.stats().cache.states == 3
+
+
+def test_replies_that_nobody_claims_give_way(tiny: Path) -> None:
+    """Clients that never come back can't fill the cache for good."""
+    with engine_for(tiny, replace(KEEPING, snapshot_pages=30)) as (engine, backend):
+        for n in range(12):
+            ask(engine, Request(prompt(20, n), seed=n, marks=()))
+        request = Request(prompt(33, 50), seed=50)
+        for cached in (0, 32):
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            assert result.cached == cached
+
+
+def test_token_ids_that_are_no_tokens_are_refused(tiny: Path) -> None:
+    from lfm2serve.errors import InvalidRequest
+
+    with engine_for(tiny, KEEPING) as (engine, _), pytest.raises(InvalidRequest, match="400"):
+        engine.returned(1, [5, 400])
+
+
+# ---- taps ----
+
+
+@few
+@given(
+    way=WAYS,
+    length=st.sampled_from([30, 140, 530]),
+    places=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    seed=st.integers(0, 9),
+)
+def test_every_mark_resumes_exactly(tiny: Path, way: Way, length: int, places: list[float], seed: int) -> None:
+    ids = prompt(length, seed)
+    at = sorted({max(1, round(place * length)) for place in places})
+    request = Request(ids, seed=1, max_tokens=2, marks=tuple((a, Mark.SHARED) for a in at))
+    with engine_for(tiny, way) as (engine, backend):
+        [result] = ask(engine, request)
+        check(tiny, backend, request, result)
+        assert [a for a, _ in kept(engine)] == at
+        for n, a in enumerate(at):
+            after = Request((*ids[:a], *[(t + 1) % 300 + 50 for t in prompt(4, n)]), seed=10 + n, max_tokens=4)
+            [result] = ask(engine, after)
+            check(tiny, backend, after, result)
+            assert result.cached == a
+
+
+@pytest.mark.parametrize("chunk", [None, 64, 7])
+def test_keeping_states_costs_no_prompt_pass(tiny: Path, chunk: int | None) -> None:
+    ids = prompt(600, 1)
+    kinds = (Mark.HISTORY, Mark.LAST_USER, Mark.SHARED, Mark.PROMPT)
+    steps = []
+    for marks in ((), ((599, Mark.HISTORY), (590, Mark.SHARED)), tuple(zip((599, 598, 597, 596), kinds, strict=True))):
+        with engine_for(tiny, replace(KEEPING, prompt_chunk=chunk)) as (engine, backend):
+            request = Request(ids, seed=1, max_tokens=2, marks=marks)
+            [result] = ask(engine, request)
+            check(tiny, backend, request, result)
+            steps.append(engine.stats().counters.prompt_steps)
+            assert kept(engine) == sorted((at, str(mark)) for at, mark in marks)
+    assert steps[0] == steps[1] == steps[2] == -(-600 // (chunk or 512))
+
+
+def test_of_more_than_four_marks_the_most_important_are_kept(tiny: Path) -> None:
+    marks = [(10, Mark.SHARED), (20, Mark.PROMPT), (30, Mark.SHARED), (40, Mark.LAST_USER), (50, Mark.SHARED), (60, Mark.HISTORY)]
+    for seed in range(3):
+        random.Random(seed).shuffle(marks)
+        with engine_for(tiny, KEEPING) as (engine, _):
+            ask(engine, Request(prompt(70, 1), seed=1, marks=tuple(marks)))
+            assert kept(engine) == [(30, "shared"), (40, "last_user"), (50, "shared"), (60, "history")]
+
+
+def test_a_packed_step_with_more_marks_than_taps_keeps_the_most_important(tiny: Path) -> None:
+    kinds = (Mark.SHARED, Mark.LAST_USER, Mark.HISTORY)
+    marks = tuple(zip((5, 10, 15), kinds, strict=True))
+    asked = [Request(prompt(20, n), seed=n, marks=marks, max_tokens=2) for n in range(8)]
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        gate(engine, asked)
+        for request, result in zip(asked, ask(engine, *asked), strict=True):
+            check(tiny, backend, request, result)
+        assert engine.stats().counters.prompt_steps == 1
+        assert sorted(mark for _, mark in kept(engine)) == ["history"] * 8 + ["last_user"] * (TAPS - 8)
+
+
+def gate(engine: Engine, requests: Sequence[Request]) -> None:
+    """Hold the engine back until all of the requests wait, so that they share its next step."""
+    admit = engine._scheduler.admit
+
+    def late() -> list[object]:
+        if len(engine._scheduler.waiting) < len(requests):
+            return []
+        engine._scheduler.admit = admit  # type: ignore[method-assign]
+        return admit()  # type: ignore[return-value]
+
+    engine._scheduler.admit = late  # type: ignore[method-assign, assignment]
+
+
+# ---- eviction ----
+
+STATE = 5  # snapshot pages of a state of up to 512 rows of the tiny MoE model
+
+
+def room(states: int) -> Way:
+    return replace(KEEPING, snapshot_pages=STATE * states)
+
+
+def raw(n: int, length: int = 30) -> Request:
+    """A prompt whose end alone is kept, and no reply's."""
+    return Request(prompt(length, n), seed=100 + n, max_tokens=1)
+
+
+def test_the_least_recently_used_state_goes_first(tiny_moe: Path) -> None:
+    with engine_for(tiny_moe, room(4)) as (engine, backend):
+        for n in (1, 2):  # each leaves its prompt's end and its reply's
+            ask(engine, raw(n))
+        [result] = ask(engine, raw(1))
+        assert result.cached == 29
+        ask(engine, raw(3))
+        for n, cached in ((1, 29), (3, 29), (2, 0)):
+            [result] = ask(engine, raw(n))
+            check(tiny_moe, backend, raw(n), result)
+            assert result.cached == cached
+        assert result.metrics is not None and result.metrics.cache_missed == "evicted"
+        assert sum(engine.stats().cache.counters.evictions.values()) >= 2
