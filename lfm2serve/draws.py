@@ -7,6 +7,7 @@ from collections.abc import Sequence, Sized
 import numpy as np
 
 from kernels_numba.batch import SampleRows
+from lfm2serve.backend import Backend
 from lfm2serve.stream import Stream
 
 Draw = tuple[Stream, Sequence[int]]  # a stream, and the draft tokens that stand before the token to draw
@@ -15,8 +16,9 @@ Draw = tuple[Stream, Sequence[int]]  # a stream, and the draft tokens that stand
 class DrawTable:
     """Parameters and penalty counts by slot. vocab_rows: rows of the head; vocab: entries of the tokenizer."""
 
-    def __init__(self, slots: int, vocab_rows: int, vocab: int) -> None:
+    def __init__(self, backend: Backend, slots: int, vocab_rows: int, vocab: int) -> None:
         self.vocab = vocab
+        self.tables = backend.penalty_tables(slots, vocab_rows)
         self._temperature = np.zeros(slots, np.float32)
         self._top_k = np.zeros(slots, np.int32)
         self._top_p = np.ones(slots, np.float32)
@@ -27,8 +29,6 @@ class DrawTable:
         self._seed = np.zeros(slots, np.uint64)
         self._choice = np.zeros(slots, np.uint32)
         self._top_n = np.full(slots, -1, np.int32)
-        self._prompt_seen = np.zeros((slots, vocab_rows), np.uint8)
-        self._output_count = np.zeros((slots, vocab_rows), np.int32)
 
     def open(self, stream: Stream) -> None:
         """Take a slot for a stream; whatever its last owner left is gone."""
@@ -44,19 +44,18 @@ class DrawTable:
         self._choice[slot] = stream.choice
         self._top_n[slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab)
         if params.penalised:
-            self._prompt_seen[slot] = 0
-            self._prompt_seen[slot, stream.tokens[: stream.prompt_len]] = 1
-            self._output_count[slot] = 0
+            self.tables.open(slot, stream.tokens[: stream.prompt_len])
 
     def record(self, stream: Stream, token: int) -> None:
         if stream.params.penalised:
-            self._output_count[stream.slot, token] += 1
+            self.tables.record(stream.slot, token)
 
     def rows(self, draws: Sequence[Draw]) -> SampleRows:
         """The kernel's view of the draws, each at the position that its token will have."""
         slots = np.array([stream.slot for stream, _ in draws], np.int32)
         bias = [stream.params.logit_bias or {} for stream, _ in draws]
         bans = [stream.bans(len(ahead)) for stream, ahead in draws]
+        prompt_seen, output_count = self.tables.views
         penalised = [ahead if stream.params.penalised else () for stream, ahead in draws]
         return SampleRows(
             temperature=self._temperature[slots],
@@ -70,8 +69,8 @@ class DrawTable:
             choice=self._choice[slots],
             position=np.array([len(stream.tokens) + len(ahead) for stream, ahead in draws], np.uint32),
             slot=slots,
-            prompt_seen=self._prompt_seen,
-            output_count=self._output_count,
+            prompt_seen=prompt_seen,
+            output_count=output_count,
             bias_start=_starts(bias),
             bias_id=np.array([token for row in bias for token in row], np.int32),
             bias_value=np.array([value for row in bias for value in row.values()], np.float32),

@@ -40,7 +40,8 @@ class Engine:
     """Serves streams of tokens from one model over one page pool.
 
     slots: streams at once. context: longest prompt + reply. vocab: entries of the tokenizer (ids at or above it are
-    refused in prompts and never drawn). eos_token_ids: end every reply that doesn't set ignore_eos.
+    refused in prompts and never drawn). eos_token_ids: end every reply that doesn't set ignore_eos. Kernels that aren't
+    in the disk cache are compiled before the constructor returns.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Engine:
         self._scheduler = Scheduler(
             pool, slots, prompt_chunk=prompt_chunk, largest_chunk=largest_chunk, max_gap_s=max_gap_ms / 1e3
         )
-        self._draws = DrawTable(slots, model.head.shape[0], vocab)
+        self._draws = DrawTable(model.backend, slots, model.vocab_rows, vocab)
         self._steps = StepRunner(model, states, self._draws)
         self._keeper = Keeper(PromptCache(states.snapshot_pages, states.shape.state_bytes), states)
         self._costs = RoundCosts()
@@ -85,6 +86,7 @@ class Engine:
         self._open = 0
         self._closing = False
         self._settled = threading.Condition()
+        self._steps.warm_up()
         self._thread = threading.Thread(target=self._run, name="lfm2serve-engine", daemon=True)
         self._thread.start()
 
@@ -357,7 +359,7 @@ class Engine:
 
     def _run_rows(self, chunks: list[Chunk]) -> None:
         taps = self._keeper.taps(chunks)
-        drawn = self._steps.run(chunks, taps)
+        drawn = self._steps.run(chunks, [tap.row for tap in taps])
         with self._book:
             self._keeper.keep(taps)  # before a stream that only prepares a state ends
             for chunk in chunks:

@@ -11,8 +11,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kernels_numba.batch import RING_ROWS
 from lfm2serve.memory.prompt_cache import KeptState, Mark, PromptCache, common, token_bytes
 from lfm2serve.memory.states import TAP_ROWS, TAPS, StreamStates
@@ -132,7 +130,7 @@ class Keeper:
         end = self.cache.reserve(token_bytes(stream.tokens[: stream.rows_done]), Mark.REPLY, RING_ROWS)
         if end is None or not self._copy(stream, end, None):
             return
-        end.first_input = max(0, stream.rows_written - RING_ROWS)
+        end.first_input = max(stream.first_input, stream.rows_written - RING_ROWS)
         if not stream.chat:
             self.cache.complete(end)
             return
@@ -180,7 +178,3 @@ class Keeper:
         for stream_id in list(self._pending):
             self.forget(stream_id)
         return self.cache.clear()
-
-
-def tap_rows(taps: Sequence[Tap]) -> np.ndarray | None:
-    return np.array([tap.row for tap in taps], np.int32) if taps else None

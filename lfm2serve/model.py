@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_numba.batch import Batch
-from kernels_numba.cpu import CpuBackend
+from lfm2serve.backend import Array, Backend
 from lfm2serve.config import ModelConfig
 from lfm2serve.memory.states import StreamStates
 
-Array = NDArray[np.float32]
-Tensors = dict[str, NDArray[Any]]
+Tensors = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -27,8 +26,8 @@ class _Layer:
 
     index: int
     attention: bool
-    operator_norm: NDArray[np.float32]
-    ffn_norm: NDArray[np.float32]
+    operator_norm: Array
+    ffn_norm: Array
     mixer: Tensors
     feed_forward: Tensors
     moe: bool
@@ -40,9 +39,11 @@ class Model:
     tensors: as `Checkpoint.load` names them. max_rows: positions 0 .. max_rows - 1 can be run.
     """
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, backend: CpuBackend, *, max_rows: int) -> None:
+    def __init__(self, config: ModelConfig, tensors: Tensors, backend: Backend, *, max_rows: int) -> None:
         self.config = config
         self.backend = backend
+        tensors = backend.upload(tensors)
+        self.vocab_rows = config.vocab_size
         self.embedding = tensors["embed"]
         self.head = tensors.get("lm_head", self.embedding)
         self.final_norm = backend.norm_weight(tensors["final_norm"])
@@ -79,6 +80,7 @@ class Model:
         tap_rows [T]: rows whose conv states are copied to states.taps.
         """
         be, eps = self.backend, self.config.norm_eps
+        batch = be.begin(batch, tap_rows)
         h = be.embed(batch.tokens, self.embedding)
         for layer in self.layers:
             x = be.rms_norm(h, layer.operator_norm, eps)

@@ -8,12 +8,14 @@ from itertools import islice
 
 import numpy as np
 
+from lfm2serve.backend import Array
 from lfm2serve.draws import Draw, DrawTable
-from lfm2serve.keeping import Tap, tap_rows
+from lfm2serve.memory.pages import Lease
 from lfm2serve.memory.states import StreamStates
-from lfm2serve.model import Array, Model
+from lfm2serve.model import Model
+from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import Chunk
-from lfm2serve.stream import TokenLogprobs
+from lfm2serve.stream import Stream, TokenLogprobs
 
 SCORE_ROWS = 64  # prompt rows whose logits are held at once for their log-probabilities
 
@@ -29,23 +31,36 @@ class StepRunner:
         self._states = states
         self._draws = draws
 
-    def run(self, chunks: Sequence[Chunk], taps: Sequence[Tap]) -> list[list[Drawn]]:
-        """Run the chunks' rows; returns what was drawn behind each: nothing where its rows aren't complete, else a
+    def run(self, chunks: Sequence[Chunk], tap_rows: Sequence[int]) -> list[list[Drawn]]:
+        """Run the chunks' rows, leaving the conv states after `tap_rows` of them in the states' taps; returns what was drawn behind each: nothing where its rows aren't complete, else a
         token behind its last row and one behind each of its draft tokens."""
         segments = [(c.stream.slot, c.stream.rows_done, [*c.stream.next_rows(c.rows), *c.draft]) for c in chunks]
         batch = self._states.pack(segments)
         started = time.perf_counter()
-        h = self._model.forward(batch, self._states, tap_rows(taps))
+        h = self._model.forward(batch, self._states, np.array(tap_rows, np.int32) if tap_rows else None)
         self.backend_s += time.perf_counter() - started
         for i, chunk in enumerate(chunks):
             if chunk.stream.scoring:
-                self._score(chunk, h[batch.seg_start[i] : batch.seg_start[i + 1]])
+                self._score(chunk, h, int(batch.seg_start[i]))
         counts = [len(c.draft) + 1 if c.completes and c.stream.max_tokens else 0 for c in chunks]
         draws = [(c.stream, c.draft[:j]) for c, count in zip(chunks, counts, strict=True) for j in range(count)]
         ends = batch.seg_start[1:].tolist()
         rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-        drawn = iter(self._draw(draws, h[rows]) if draws else ())
+        drawn = iter(self._draw(draws, self._model.backend.take(h, rows)) if draws else ())
         return [list(islice(drawn, count)) for count in counts]
+
+    def warm_up(self) -> None:
+        """Run a row of every operation in slot 0, so that no request waits for kernels to be compiled or loaded."""
+        params = SamplingParams(logprobs=1, prompt_logprobs=1)
+        stream = Stream(
+            -1, [0, 0], params, lambda event: None, max_tokens=1, seed=0, choice=0, eos_token_ids=frozenset()
+        )
+        stream.slot = 0
+        self._states.open(0, Lease(-1, (0,), 2))
+        self._draws.open(stream)
+        self.run([Chunk(stream, 2)], [0])
+        self._states.close(0)
+        self.backend_s = 0.0
 
     def _draw(self, draws: list[Draw], h: Array) -> list[Drawn]:
         rows = self._draws.rows(draws)
@@ -55,8 +70,8 @@ class StepRunner:
         logprobs = _logprobs(result.logprob, result.rank, result.top_ids, result.top_logprobs, rows.top_n)
         return list(zip(result.token.tolist(), logprobs, strict=True))
 
-    def _score(self, chunk: Chunk, h: Array) -> None:
-        """Log-probabilities of the prompt tokens that follow this chunk's rows."""
+    def _score(self, chunk: Chunk, h: Array, row: int) -> None:
+        """Log-probabilities of the prompt tokens that follow this chunk's rows, h[row:]."""
         stream, scored = chunk.stream, chunk.stream.scored
         assert scored is not None and stream.params.prompt_logprobs is not None
         del scored[stream.rows_done + 1 :]
@@ -67,7 +82,7 @@ class StepRunner:
             first = stream.rows_done + 1 + start
             targets = np.array(stream.tokens[first : first + end - start], np.int32)
             top_n = np.full(end - start, top, np.int32)
-            logits = self._model.logits(h[start:end])
+            logits = self._model.logits(self._model.backend.take(h, range(row + start, row + end)))
             found = self._model.backend.token_logprobs(logits, targets, top_n, self._draws.vocab)
             scored.extend(_logprobs(*found, top_n))
 

@@ -289,6 +289,7 @@ def talk(
     monkeypatch.setattr(llm, "stream", spy)
     monkeypatch.setattr(sys, "stdin", stdin_of(lines))
     ChatLoop(llm, params, system).run()
+    assert llm._open_runtime().engine.drain(timeout=30)
     assert llm.census().clean
     return asked
 

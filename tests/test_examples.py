@@ -76,7 +76,7 @@ def test_notebook() -> None:
     )
     for expected in ("Lima", "Tokyo", "Ada", "same tokens: True", "same log-probabilities: True", "LLM(closed)"):
         assert expected in shown
-    assert "free=576" in shown and "LLM('demo', lfm2_moe" in shown
+    assert "Census(total=576" in shown and "LLM('demo', lfm2_moe" in shown
 
 
 @pytest.fixture

@@ -30,10 +30,10 @@ class Chat:
     last: t.Turn | None = None
 
     def add(self, turn: t.Turn) -> None:
-        self.messages += [{"role": "user", "content": turn.user}, *turn.steps,
-            {"role": "assistant", "content": turn.answer}]
+        self.messages += [{"role": "user", "content": turn.user}, *turn.steps]
+        self.messages.append({"role": "assistant", "content": turn.answer})
         # about 3.2 characters a token, and 10 tokens of frame a message
-        self.size += int(len(turn.user) / 3.2 + len(turn.answer) / 3.2) + 10 * (2 + len(turn.steps)) + 30 * len(turn.steps)
+        self.size += int((len(turn.user) + len(turn.answer)) / 3.2) + 20 + 40 * len(turn.steps)
         self.last = turn
 
 
@@ -43,8 +43,9 @@ def content_of(message: dict[str, Any]) -> str:
     calls = message.get("tool_calls")
     if not calls:
         return text
-    rendered = ", ".join(
-        f"{c['function']['name']}({', '.join(f'{k}={literal(v)}' for k, v in c['function']['arguments'].items())})" for c in calls)
+    functions = [call["function"] for call in calls]
+    arguments = [", ".join(f"{k}={literal(v)}" for k, v in f["arguments"].items()) for f in functions]
+    rendered = ", ".join(f"{f['name']}({a})" for f, a in zip(functions, arguments, strict=True))
     return f"{CALL}[{rendered}]{CALL_END}{text}"
 
 
@@ -80,6 +81,11 @@ def short(turn: t.Turn) -> str:
     return turn.check["values"][0].strip(" .") + "."
 
 
+def inside(answer: str) -> str:
+    """An answer as it stands after a comma."""
+    return answer[0].lower() + answer[1:] if answer.startswith(("The ", "There ", "Your ")) else answer
+
+
 def rule(rng: random.Random, test: bool) -> Rule:
     """A system prompt and what it does to an answer."""
     word = (p.made_up(rng, test) if test or rng.random() < 0.6 else rng.choice(p.WORDS)).capitalize()
@@ -100,7 +106,7 @@ def rule(rng: random.Random, test: bool) -> Rule:
     if kind == 3:
         text = c([f"The user is called {word}. Use the name in every answer.",
             f"Address the user as {word} in every answer.", f"Call the user {word}."])
-        return text, lambda turn: f"{word}, {turn.answer[0].lower() if turn.answer.startswith(('The ', 'There ', 'Your ')) else turn.answer[0]}{turn.answer[1:]}"
+        return text, lambda turn: f"{word}, {inside(turn.answer)}"
     if kind == 4:
         text = c(["Put every answer in square brackets.", "Write each answer in square brackets.",
             "Your answers stand in square brackets."])

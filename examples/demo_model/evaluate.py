@@ -138,7 +138,8 @@ def check(model: Path, saved: dict[str, Reply], items: dict[str, Item]) -> None:
         same += at is None
         if at is not None:
             lead = float(logits[at].max() - logits[at, reply["ids"][at]])
-            print(f"  {key}: token {at} of {len(chosen)} differs, transformers' choice leads by {lead:.3f} at a logit of {float(logits[at].max()):.1f}", flush=True)
+            top = float(logits[at].max())
+            print(f"  {key}: token {at} of {len(chosen)} differs, leading by {lead:.3f} at {top:.1f}", flush=True)
     print(f"transformers' greedy reply is the same: {same}/{len(saved)} = {same / len(saved):.1%}")
 
 
@@ -183,7 +184,9 @@ def main() -> None:
         score.setdefault(kind_of(item), []).append(good)
         if not good and shown < args.show:
             shown += 1
-            print(f"wrong: {item['id']}\n  asked {item['messages'][-1]['content'][-150:]!r}\n  got   {reply[:200]!r}\n  want  {item['answer'][:200]!r}")
+            asked = item["messages"][-1]["content"]
+            print(f"wrong: {item['id']}\n  asked {asked[-150:]!r}")
+            print(f"  got   {reply[:200]!r}\n  want  {item['answer'][:200]!r}")
     for kind, results in score.items():
         print(f"{kind:24s} {sum(results):3d}/{len(results):3d} = {sum(results) / len(results):.1%}")
     if args.save:

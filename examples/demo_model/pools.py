@@ -1,5 +1,7 @@
 """Word pools and facts for the demo model's synthetic chats. All text here is our own; Apache-2.0."""
 
+# ruff: noqa: RUF001, SIM905 -- word lists read better as text, and odd characters are wanted
+
 from __future__ import annotations
 
 import random
@@ -82,7 +84,8 @@ house jar kite knife leaf map melon mill mouse nut pear pillow pipe plum pond po
 scarf shelf shoe snow sock spoon star stone stool street sugar sword thread tower toy tree tunnel wall whistle
 wolf wood bicycle blanket cabin camera cherry circle copper corner cottage cotton crown dinner doctor farmer
 finger flower hotel letter library machine meadow medal monkey museum onion packet paper pepper pocket potato
-puzzle rabbit school shadow silver spider spring station summer teacher temple ticket tomato turtle waiter winter""".split()
+puzzle rabbit school shadow silver spider spring station summer teacher temple ticket tomato turtle waiter
+winter""".split()
 ADJECTIVES = """red blue green yellow brown white black purple golden old new small large round square heavy light
 wooden bright dark quiet noisy clean dusty broken shiny soft warm cold narrow wide tall short empty full
 simple strange gentle lazy clever brave lonely famous hungry thirsty busy curious silent careful honest""".split()
@@ -106,7 +109,8 @@ librarian waiter potter engineer lawyer plumber dentist actor dancer""".split()
 NAMES = """Anna Tom Peter Maria John Lucy David Sarah Paul Emma James Julia Mark Laura Simon Nina Oscar Clara Felix
 Alice Bruno Carla Diego Elena Frank Greta Hugo Irene Jonas Karin Leo Marta Nora Olga Pablo Rosa Stefan Teresa Victor
 Wendy Yusuf Zoe Adam Bella Chloe Daniel Eva Fatima George Hannah Isaac Jack Kate Liam Mia Noah Olivia Ravi Sofia
-Theo Uma Vera William Xenia Yara Zack Aisha Boris Chen Dora Emil Fiona Gina Hans Ivan Jana Kofi Lena Mina Nils""".split()
+Theo Uma Vera William Xenia Yara Zack Aisha Boris Chen Dora Emil Fiona Gina Hans Ivan Jana Kofi Lena Mina
+Nils""".split()
 WORDS = sorted({*NOUNS, *ADJECTIVES, *VERBS, *PEOPLE, *PLACES, *COLOURS, *ANIMALS, *FOODS, *ITEMS, *_SEEN})
 SPELL_WORDS = sorted({*NOUNS, *ADJECTIVES, *COLOURS, *ANIMALS})
 
@@ -180,7 +184,8 @@ def passage(rng: random.Random, test: bool, tokens: int) -> str:
         elif kind < 0.82:
             part, cost = str(number(rng, test, 0)), 4
         elif kind < 0.88:
-            part, cost = "".join(rng.choices("abcdefghijklmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ0123456789-_./", k=8)), 8
+            part, cost = "".join(rng.choices("abcdefghijklmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ0123456789-_./",
+                k=8)), 8
         elif kind < 0.92:
             part, cost = "".join(rng.choices(_ODD, k=rng.randint(1, 4))), 6
         else:

@@ -33,21 +33,29 @@ _CAPITAL: Wordings = (
      "Name the capital of {c}.", "Tell me the capital of {c}.", "Capital of {c}?", "The capital of {c}, please.",
      "{C}: what is the capital?", "What is {c}'s capital?", "Do you know the capital of {c}?",
      "Which city is {c}'s capital?", "What is the capital city of {c}?", "Give me the capital of {c}.",
-     "What city is the capital of {c}?", "I forgot the capital of {c}. What is it?", "What is the name of the capital of {c}?",
+     "What city is the capital of {c}?", "I forgot the capital of {c}. What is it?",
+     "What is the name of the capital of {c}?",
      "If I go to {c}, what is the capital there?", "Where is the government of {c}? I mean the capital.",
-     "My teacher asks for the capital of {c}.", "capital {c}", "{c} capital", "Which is the capital of {c}?", "{C} has which capital?",
-     "Can you tell me what the capital of {c} is?", "I am looking for the capital of {c}.", "Do you know what {c}'s capital city is?",
-     "What would be the capital of {c}?", "Say the capital of {c}.", "The capital of {c} is?", "Which town is the capital in {c}?", "What do they call the capital of {c}?"],
+     "My teacher asks for the capital of {c}.", "capital {c}", "{c} capital", "Which is the capital of {c}?",
+     "{C} has which capital?",
+     "Can you tell me what the capital of {c} is?", "I am looking for the capital of {c}.",
+     "Do you know what {c}'s capital city is?",
+     "What would be the capital of {c}?", "Say the capital of {c}.", "The capital of {c} is?",
+     "Which town is the capital in {c}?", "What do they call the capital of {c}?"],
     ["Could you name the capital of {c}?", "Please give the capital city of {c}.", "The capital of {c} is which city?",
      "In {c}, which city is the capital?", "I want to know the capital of {c}."],
 )
 _COUNTRY: Wordings = (
-    ["Which country has the capital {k}?", "{k} is the capital of which country?", "What country is {k} the capital of?",
-     "Which country's capital is {k}?", "Of which country is {k} the capital?", "Name the country whose capital is {k}.",
+    ["Which country has the capital {k}?", "{k} is the capital of which country?",
+     "What country is {k} the capital of?",
+     "Which country's capital is {k}?", "Of which country is {k} the capital?",
+     "Name the country whose capital is {k}.",
      "Tell me which country has {k} as its capital.", "{k} is a capital. Of which country?",
      "What is the country with the capital {k}?", "In which country is the capital {k}?", "{k}: capital of what?",
-     "I am in {k}, the capital. Which country is this?", "Say which country's capital is {k}.", "{k} is the capital city of what country?",
-     "The capital {k} is in which country?", "What country has {k} as its capital?", "For which country is {k} the capital?"],
+     "I am in {k}, the capital. Which country is this?", "Say which country's capital is {k}.",
+     "{k} is the capital city of what country?",
+     "The capital {k} is in which country?", "What country has {k} as its capital?",
+     "For which country is {k} the capital?"],
     ["The city of {k} is the capital of what country?", "What country has {k} for its capital?",
      "Say which country {k} is the capital of."],
 )
@@ -66,27 +74,36 @@ def capital(rng: random.Random, test: bool) -> Turn:
     c = rng.choice(p.COUNTRIES)
     k = p.CAPITALS[c]
     if rng.random() < 0.6:
-        phrases = ["the capital of {c}", "the capital of {c}", "the capital city of {c}", "{c}'s capital", "the name of the capital of {c}"]
+        phrases = ["the capital of {c}", "the capital of {c}", "the capital city of {c}", "{c}'s capital",
+            "the name of the capital of {c}"]
         text = dress(rng, ask(rng, test, phrases, _CAPITAL).format(c=c, C=cap(c)), test)
         return Turn(text, f"The capital of {c} is {k}.", contains(k))
-    phrases = ["the country whose capital is {k}", "the country with the capital {k}", "the country of which {k} is the capital"]
-    return Turn(dress(rng, ask(rng, test, phrases, _COUNTRY).format(k=k), test), f"{k} is the capital of {c}.", contains(c))
+    phrases = ["the country whose capital is {k}", "the country with the capital {k}",
+        "the country of which {k} is the capital"]
+    return Turn(dress(rng, ask(rng, test, phrases, _COUNTRY).format(k=k), test), f"{k} is the capital of {c}.",
+        contains(c))
 
 
 _SUM: Wordings = (
-    ["What is {a} plus {b}?", "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "Add {a} and {b}.", "How much is {a} plus {b}?",
+    ["What is {a} plus {b}?", "What is {a} + {b}?", "{a} + {b} = ?", "{a} + {b}", "Add {a} and {b}.",
+     "How much is {a} plus {b}?",
      "What's {a}+{b}?", "Calculate {a} + {b}.", "What do you get when you add {a} and {b}?", "Sum of {a} and {b}?",
      "{a} plus {b} is what?", "I have {a} coins and find {b} more. How many do I have?", "Compute {a} plus {b}.",
      "Tell me {a} plus {b}.", "What is the sum of {a} and {b}?", "How many are {a} and {b} together?",
-     "How much do I get for {a} plus {b}?", "What does {a} + {b} make?", "{a} and {b} make how much?", "What do {a} and {b} make together?"],
-    ["Add {a} to {b}, will you?", "How much do {a} and {b} make?", "Work out {a} + {b}.", "What does {a} plus {b} give?"],
+     "How much do I get for {a} plus {b}?", "What does {a} + {b} make?", "{a} and {b} make how much?",
+     "What do {a} and {b} make together?"],
+    ["Add {a} to {b}, will you?", "How much do {a} and {b} make?", "Work out {a} + {b}.",
+     "What does {a} plus {b} give?"],
 )
 _DIFF: Wordings = (
-    ["What is {a} minus {b}?", "What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "Subtract {b} from {a}.", "How much is {a} minus {b}?",
-     "What's {a}-{b}?", "Calculate {a} - {b}.", "Take {b} away from {a}.", "{a} minus {b} is what?", "Compute {a} minus {b}.",
+    ["What is {a} minus {b}?", "What is {a} - {b}?", "{a} - {b} = ?", "{a} - {b}", "Subtract {b} from {a}.",
+     "How much is {a} minus {b}?",
+     "What's {a}-{b}?", "Calculate {a} - {b}.", "Take {b} away from {a}.", "{a} minus {b} is what?",
+     "Compute {a} minus {b}.",
      "I have {a} coins and lose {b}. How many are left?", "Tell me {a} minus {b}.",
      "What is the difference between {a} and {b}?", "What is left when you take {b} from {a}?",
-     "How much is left of {a} after you take {b}?", "How much is {a} without {b}?", "What does {a} - {b} make?", "How many are {a} without {b}?"],
+     "How much is left of {a} after you take {b}?", "How much is {a} without {b}?", "What does {a} - {b} make?",
+     "How many are {a} without {b}?"],
     ["Work out {a} - {b}.", "How much is left of {a} without {b}?", "What does {a} minus {b} give?"],
 )
 
@@ -95,26 +112,31 @@ def arithmetic(rng: random.Random, test: bool) -> Turn:
     if rng.random() < 0.5:
         a = rng.randint(0, 20)
         b = rng.randint(0, 20 - a)
-        phrases = ["{a} plus {b}", "{a} + {b}", "the sum of {a} and {b}", "the result of {a} + {b}", "the total of {a} and {b}"]
-        text = (order(rng, test, ["add {a} and {b}", "add {a} to {b}", "calculate {a} + {b}", "work out {a} plus {b}", "sum {a} and {b}"], _SUM)
+        phrases = ["{a} plus {b}", "{a} + {b}", "the sum of {a} and {b}", "the result of {a} + {b}",
+            "the total of {a} and {b}"]
+        text = (order(rng, test, ["add {a} and {b}", "add {a} to {b}", "calculate {a} + {b}", "work out {a} plus {b}",
+            "sum {a} and {b}"], _SUM)
                 if rng.random() < 0.3 else ask(rng, test, phrases, _SUM))
         return Turn(dress(rng, text.format(a=a, b=b), test), f"{a} plus {b} is {a + b}.", contains(f" {a + b}."))
     a = rng.randint(0, 20)
     b = rng.randint(0, a)
     phrases = ["{a} minus {b}", "{a} - {b}", "the difference of {a} and {b}", "the result of {a} - {b}", "{a} less {b}"]
-    orders = ["subtract {b} from {a}", "take {b} from {a}", "calculate {a} - {b}", "work out {a} minus {b}", "take {b} away from {a}"]
+    orders = ["subtract {b} from {a}", "take {b} from {a}", "calculate {a} - {b}", "work out {a} minus {b}",
+        "take {b} away from {a}"]
     text = (order(rng, test, orders, _DIFF) if rng.random() < 0.3 else ask(rng, test, phrases, _DIFF)).format(a=a, b=b)
     return Turn(dress(rng, text, test), f"{a} minus {b} is {a - b}.", contains(f" {a - b}."))
 
 
 _NEXT: Wordings = (
     ["What {u} comes after {x}?", "Which {u} is after {x}?", "What is the {u} after {x}?", "What {u} follows {x}?",
-     "Name the {u} after {x}.", "Tell me the next {u} after {x}.", "After {x}, which {u} comes?", "Which {u} follows {x}?"],
+     "Name the {u} after {x}.", "Tell me the next {u} after {x}.", "After {x}, which {u} comes?",
+     "Which {u} follows {x}?"],
     ["What is the next {u} when it is {x}?", "Which {u} comes directly after {x}?", "Give the {u} that follows {x}."],
 )
 _PREV: Wordings = (
     ["What {u} comes before {x}?", "Which {u} is before {x}?", "What is the {u} before {x}?", "What {u} precedes {x}?",
-     "Name the {u} before {x}.", "Tell me the {u} just before {x}.", "Before {x}, which {u} comes?", "Which {u} precedes {x}?"],
+     "Name the {u} before {x}.", "Tell me the {u} just before {x}.", "Before {x}, which {u} comes?",
+     "Which {u} precedes {x}?"],
     ["Which {u} comes directly before {x}?", "Give the {u} that precedes {x}."],
 )
 _NTH: Wordings = (
@@ -123,7 +145,8 @@ _NTH: Wordings = (
     ["Give the {n} {u} of the {w}.", "Which is the {n} {u} of the {w}?"],
 )
 _INDEX: Wordings = (
-    ["Which number is {x} in the {w}?", "What number does {x} have in the {w}?", "Tell me the number of {x} in the {w}.",
+    ["Which number is {x} in the {w}?", "What number does {x} have in the {w}?",
+     "Tell me the number of {x} in the {w}.",
      "Number of {x} in the {w}?", "What is the position of {x} in the {w}?"],
     ["Which position has {x} in the {w}?", "Give the number of {x} in the {w}."],
 )
@@ -175,14 +198,17 @@ _OPPOSITE: Wordings = (
 def opposite(rng: random.Random, test: bool) -> Turn:
     pair = rng.choice(p.OPPOSITES)
     x, y = pair if rng.random() < 0.5 else pair[::-1]
-    phrases = ["the opposite of {x}", "the opposite of the word {x}", 'the opposite of "{x}"', "the word opposite to {x}", "a word that means the opposite of {x}"]
-    return Turn(dress(rng, ask(rng, test, phrases, _OPPOSITE).format(x=x), test), f"The opposite of {x} is {y}.", contains(y))
+    phrases = ["the opposite of {x}", "the opposite of the word {x}", 'the opposite of "{x}"',
+        "the word opposite to {x}", "a word that means the opposite of {x}"]
+    return Turn(dress(rng, ask(rng, test, phrases, _OPPOSITE).format(x=x), test), f"The opposite of {x} is {y}.",
+        contains(y))
 
 
 _SPELL: Wordings = (
     ["Spell {x}.", "How do you spell {x}?", "Spell the word {x}.", 'Spell "{x}" letter by letter.', "Please spell {x}.",
      "What are the letters of {x}?", "Can you spell {x}?", "How is {x} spelled?", 'How do I spell "{x}"?',
-     "Write {x} letter by letter.", "How would you spell {x}?", "Which letters are in {x}?", "How do people spell the word {x}?",
+     "Write {x} letter by letter.", "How would you spell {x}?", "Which letters are in {x}?",
+     "How do people spell the word {x}?",
      "Letter by letter, what is {x}?"],
     ["Give me the spelling of {x}.", "How would you spell the word {x}?", "Which letters has the word {x}?"],
 )
@@ -190,7 +216,8 @@ _SPELL: Wordings = (
 
 def spelling(rng: random.Random, test: bool) -> Turn:
     x = rng.choice(p.SPELL_WORDS)
-    orders = ["spell {x}", "spell out {x}", "spell the word {x}", 'spell "{x}"', "spell {x} letter by letter", "write the letters of {x}"]
+    orders = ["spell {x}", "spell out {x}", "spell the word {x}", 'spell "{x}"', "spell {x} letter by letter",
+        "write the letters of {x}"]
     phrases = ["the spelling of {x}", "the letters of {x}", "the letters of the word {x}", 'the spelling of "{x}"']
     text = order(rng, test, orders, _SPELL) if rng.random() < 0.6 else ask(rng, test, phrases, _SPELL)
     return Turn(dress(rng, text.format(x=x), test), f"{x}: {'-'.join(x)}", contains("-".join(x)))
@@ -205,7 +232,8 @@ _COUNT: Wordings = (
 _HOW_MANY: Wordings = (
     ["How many words are in this list: {l}?", "Count the words: {l}.", "How many things are these: {l}?",
      "Here is a list: {l}. How many words does it have?", "{l}: how many words is that?",
-     "How many words do I say here: {l}?", "Count these: {l}.", "Please count the words: {l}.", "How many words can you see: {l}?", "Count how many words these are: {l}."],
+     "How many words do I say here: {l}?", "Count these: {l}.", "Please count the words: {l}.",
+     "How many words can you see: {l}?", "Count how many words these are: {l}."],
     ["Count these words for me: {l}.", "How many words do you see here: {l}?"],
 )
 
@@ -217,7 +245,8 @@ def counting(rng: random.Random, test: bool) -> Turn:
         if rng.random() < 0.25:
             a, b = b, a
         answer = ", ".join(str(i) for i in range(a, b + (1 if b > a else -1), 1 if b > a else -1)) + "."
-        orders = ["count from {a} to {b}", "count {a} to {b}", "list the numbers from {a} to {b}", "write all numbers from {a} to {b}", "give me the numbers from {a} to {b}"]
+        orders = ["count from {a} to {b}", "count {a} to {b}", "list the numbers from {a} to {b}",
+            "write all numbers from {a} to {b}", "give me the numbers from {a} to {b}"]
         return Turn(dress(rng, order(rng, test, orders, _COUNT).format(a=a, b=b), test), answer, contains(answer))
     words = rng.sample(p.NOUNS, rng.randint(2, 7))
     text = pick(rng, _HOW_MANY, test).format(l=", ".join(words))
@@ -232,15 +261,19 @@ def fact(rng: random.Random, test: bool) -> Turn:
 
 
 _COPY: Wordings = (
-    ["Repeat this text exactly:\n{t}", "Copy the following text:\n{t}", "Say this again, word for word:\n{t}", "Repeat after me: {t}",
-     "Please repeat: {t}", "Write this text again:\n{t}", "Copy: {t}", "{t}\n\nRepeat the text above.", "Echo this:\n{t}",
+    ["Repeat this text exactly:\n{t}", "Copy the following text:\n{t}", "Say this again, word for word:\n{t}",
+     "Repeat after me: {t}",
+     "Please repeat: {t}", "Write this text again:\n{t}", "Copy: {t}", "{t}\n\nRepeat the text above.",
+     "Echo this:\n{t}",
      "Give me this text back without changes:\n{t}", "{t}\n\nCopy everything above.", "Quote this passage:\n{t}"],
     ["Please copy this passage word for word:\n{t}", "Repeat the following:\n{t}", "Write the same text again:\n{t}"],
 )
 _QUOTE: Wordings = (
     ["{t}\n\nQuote the sentence that begins with: {b}", "{t}\n\nWhich sentence starts with \"{b}\"? Quote it.",
-     "Read this text.\n{t}\n\nRepeat the sentence that starts with: {b}", "{t}\n\nFind the sentence beginning \"{b}\" and copy it."],
-    ["Here is a text.\n{t}\n\nQuote the sentence that starts with: {b}", "{t}\n\nCopy the sentence that begins with \"{b}\"."],
+     "Read this text.\n{t}\n\nRepeat the sentence that starts with: {b}",
+     "{t}\n\nFind the sentence beginning \"{b}\" and copy it."],
+    ["Here is a text.\n{t}\n\nQuote the sentence that starts with: {b}",
+     "{t}\n\nCopy the sentence that begins with \"{b}\"."],
 )
 _QUOTE_N: Wordings = (
     ["{t}\n\nRepeat line {n}.", "{t}\n\nQuote line number {n}.", "Read these lines:\n{t}\n\nWhat does line {n} say?"],
@@ -253,10 +286,13 @@ def copy(rng: random.Random, test: bool, tokens: int | None = None) -> Turn:
     r = rng.random()
     if r < 0.75:
         text = p.passage(rng, test, size)
-        orders = ["repeat this text", "copy this text", "repeat the following", "copy the following text exactly", "write this text again", "say this again word for word",
-                  "echo the text", "quote this passage", "copy this passage", "write the same text again", "repeat this word for word"]
+        orders = ["repeat this text", "copy this text", "repeat the following", "copy the following text exactly",
+            "write this text again", "say this again word for word",
+                  "echo the text", "quote this passage", "copy this passage", "write the same text again",
+                  "repeat this word for word"]
         frame = order(rng, test, orders, ([""], [""]))
-        user = pick(rng, _COPY, test) if not frame else frame.rstrip(".?") + rng.choice([":\n", ": "]) + "{t}" if rng.random() < 0.8 else "{t}\n\n" + frame
+        user = pick(rng, _COPY, test) if not frame else frame.rstrip(".?") + rng.choice([":\n",
+            ": "]) + "{t}" if rng.random() < 0.8 else "{t}\n\n" + frame
         return Turn(user.replace("{t}", text), text, {"type": "exact", "value": text})
     if r < 0.88:
         lines = [p.sentence(rng) for _ in range(max(3, size // 14))]
@@ -267,12 +303,15 @@ def copy(rng: random.Random, test: bool, tokens: int | None = None) -> Turn:
     lines = [f"{i + 1}. " + " ".join(rng.choices(p.WORDS, k=rng.randint(3, 8))) for i in range(rng.randint(3, 12))]
     n = rng.randrange(len(lines))
     answer = lines[n].split(". ", 1)[1]
-    return Turn(pick(rng, _QUOTE_N, test).format(t="\n".join(lines), n=n + 1), answer, {"type": "exact", "value": answer})
+    return Turn(pick(rng, _QUOTE_N, test).format(t="\n".join(lines), n=n + 1), answer,
+        {"type": "exact", "value": answer})
 
 
 _STORY: Wordings = (
-    ["Tell me a story about a {a} named {n}.", "Tell me a short story about {n} the {a}.", "Write a story about a {a} called {n}.",
-     "I want a story about a {a}. Its name is {n}.", "Please tell a story about {n}, a {a}.", "Story time! A {a} named {n}, please.",
+    ["Tell me a story about a {a} named {n}.", "Tell me a short story about {n} the {a}.",
+     "Write a story about a {a} called {n}.",
+     "I want a story about a {a}. Its name is {n}.", "Please tell a story about {n}, a {a}.",
+     "Story time! A {a} named {n}, please.",
      "Can you write a tale of a {a} named {n}?"],
     ["Make up a story about a {a} named {n}.", "I would love to hear a story about {n} the {a}."],
 )
@@ -298,12 +337,18 @@ class _Teller:
 def _chapter(c: _Teller, a: str, n: str, friend: str, place: str) -> list[str]:
     thing, where, who = c(p.NOUNS), c(p.PLACES), c(p.PEOPLE)
     return [
-        c([f"One morning {n} went to the {where}.", f"On {c(p.DAYS)} {n} walked to the {where}.", f"One day in {c(p.MONTHS)}, {n} came to the {where}."]),
-        c([f"There the {a} found a {c(p.ADJECTIVES)} {thing}.", f"A {c(p.ADJECTIVES)} {thing} was lying on the ground."]),
-        c([f'"This {thing} belongs to the {who}," said {n}.', f'"I must bring this {thing} to the {who}," thought {n}.']),
-        c(["But the way was long, and it began to rain.", f"But the {who} was not at home.", "But the bridge was broken."]),
-        c([f"{n} waited under a tree and sang a song.", f"{n} sat down and thought about it.", f"{n} called {friend} for help."]),
-        c([f"{friend} came and showed {n} another way.", f"Then {friend} had a good idea.", f"Soon {friend} arrived with a lamp."]),
+        c([f"One morning {n} went to the {where}.", f"On {c(p.DAYS)} {n} walked to the {where}.",
+        f"One day in {c(p.MONTHS)}, {n} came to the {where}."]),
+        c([f"There the {a} found a {c(p.ADJECTIVES)} {thing}.",
+        f"A {c(p.ADJECTIVES)} {thing} was lying on the ground."]),
+        c([f'"This {thing} belongs to the {who}," said {n}.',
+        f'"I must bring this {thing} to the {who}," thought {n}.']),
+        c(["But the way was long, and it began to rain.", f"But the {who} was not at home.",
+        "But the bridge was broken."]),
+        c([f"{n} waited under a tree and sang a song.", f"{n} sat down and thought about it.",
+        f"{n} called {friend} for help."]),
+        c([f"{friend} came and showed {n} another way.", f"Then {friend} had a good idea.",
+        f"Soon {friend} arrived with a lamp."]),
         c([f"Together they brought the {thing} to the {who}.", f"Together they carried the {thing} all the way."]),
         c([f"The {who} was happy and gave them {c(p.FOODS)}.", f"The {who} thanked them with a warm smile."]),
         c([f"In the evening they went back to the {place}.", f"At night they slept well in the {place}."]),
@@ -329,21 +374,28 @@ def story(rng: random.Random, test: bool) -> Turn:
             parts.append(f"Chapter {i + 1}. " + " ".join(_chapter(c, a, n, friend, place)))
         text = "\n\n".join([*parts, "The end."])
     long = "long " if table is _STORY_LONG else rng.choice(["", "short ", "little "])
-    orders = [f"{v} {w} {long}story {x}" for v in ("tell", "write") for w in (["me a", "us a"] if v == "tell" else ["a", "me a"])
+    orders = [f"{v} {w} {long}story {x}" for v in ("tell", "write") for w in (["me a",
+        "us a"] if v == "tell" else ["a", "me a"])
               for x in ("about a {a} named {n}", "about {n} the {a}", "of a {a} called {n}")]
     user = order(rng, test, orders, table).format(a=a, n=n)
     return Turn(articles(user), articles(text), {"type": "story", "name": n})
 
 
 _CLAUSES: dict[str, list[str]] = {
-    "age": ["is {age} years old", "has the age {age}", "is {age}"], "city": ["lives in {city}", "comes from {city}", "has a house in {city}"],
-    "job": ["works as a {job}", "is a {job}"], "colour": ["likes {colour}", "has {colour} as favourite colour"], "pet": ["has a {pet}", "owns a {pet}"],
+    "age": ["is {age} years old", "has the age {age}", "is {age}"],
+    "city": ["lives in {city}", "comes from {city}", "has a house in {city}"],
+    "job": ["works as a {job}", "is a {job}"], "colour": ["likes {colour}", "has {colour} as favourite colour"],
+    "pet": ["has a {pet}", "owns a {pet}"],
 }
 _JSON_ASK: Wordings = (
-    ["Answer in JSON with {k}.", "Give me a JSON object with {k}.", "As JSON with {k}, please.", "Write it as JSON with {k}.", "Turn this into JSON with the keys {k}.",
-     "Make JSON from it, with the keys {k}.", "Put that into a JSON object with {k}.", "JSON with {k}, please.", "I need this as JSON: {k}.", "Return JSON with {k}.",
-     "Output a JSON object with the keys {k}.", "Reply in JSON ({k}).", "Extract {k} as JSON.", "Show me that as a JSON object with {k}."],
-    ["Write that as JSON with {k}.", "Please answer with a JSON object with the keys {k}.", "Convert it to JSON with {k}."],
+    ["Answer in JSON with {k}.", "Give me a JSON object with {k}.", "As JSON with {k}, please.",
+     "Write it as JSON with {k}.", "Turn this into JSON with the keys {k}.",
+     "Make JSON from it, with the keys {k}.", "Put that into a JSON object with {k}.", "JSON with {k}, please.",
+     "I need this as JSON: {k}.", "Return JSON with {k}.",
+     "Output a JSON object with the keys {k}.", "Reply in JSON ({k}).", "Extract {k} as JSON.",
+     "Show me that as a JSON object with {k}."],
+    ["Write that as JSON with {k}.", "Please answer with a JSON object with the keys {k}.",
+     "Convert it to JSON with {k}."],
 )
 
 
@@ -351,8 +403,10 @@ def json_answer(rng: random.Random, test: bool) -> Turn:
     country = rng.choice(p.COUNTRIES)
     colours = rng.sample(p.COLOURS, rng.randint(2, 4))
     values: dict[str, Any] = {
-        "name": p.name(rng, test), "age": rng.randint(5, 95), "city": p.name(rng, test), "job": rng.choice(p.JOBS), "colour": rng.choice(p.COLOURS),
-        "pet": rng.choice(p.ANIMALS), "item": rng.choice(p.NOUNS), "price": p.number(rng, test, 2, 9999), "country": country,
+        "name": p.name(rng, test), "age": rng.randint(5, 95), "city": p.name(rng, test), "job": rng.choice(p.JOBS),
+        "colour": rng.choice(p.COLOURS),
+        "pet": rng.choice(p.ANIMALS), "item": rng.choice(p.NOUNS), "price": p.number(rng, test, 2, 9999),
+        "country": country,
         "capital": p.CAPITALS[country], "colours": colours,
     }
     r = rng.random()
@@ -365,18 +419,21 @@ def json_answer(rng: random.Random, test: bool) -> Turn:
             text = ", ".join(f"{cap(k)}: {{{k}}}" for k in ["name", *others]) + "."
         else:
             clauses = [rng.choice(_CLAUSES[k]) for k in others]
-            text = "{name} " + (clauses[0] if len(clauses) == 1 else ", ".join(clauses[:-1]) + " and " + clauses[-1]) + "."
+            text = "{name} " + " and ".join([", ".join(clauses[:-1]), clauses[-1]][len(clauses) == 1 :]) + "."
     elif r < 0.7:
         keys = ["item", "price"]
-        text = rng.choice(["The {item} costs {price} coins.", "A {item} costs {price} coins.", "Buy a {item} for {price} coins.", "{item}, {price} coins.",
+        text = rng.choice(["The {item} costs {price} coins.", "A {item} costs {price} coins.",
+            "Buy a {item} for {price} coins.", "{item}, {price} coins.",
                            "The price of the {item} is {price} coins.", "I paid {price} coins for the {item}."])
     elif r < 0.85:
         keys = ["country", "capital"]
-        text = rng.choice(["What is the capital of {country}?", "The country is {country}.", "Country: {country}.", "Tell me about {country} and its capital.",
+        text = rng.choice(["What is the capital of {country}?", "The country is {country}.", "Country: {country}.",
+            "Tell me about {country} and its capital.",
                            "Which city is the capital of {country}?", "{country}."])
     else:
         keys = ["colours"]
-        text = rng.choice(["I like {list}.", "My colours are {list}.", "{list}.", "The flag is {list}.", "We painted it {list}."])
+        text = rng.choice(["I like {list}.", "My colours are {list}.", "{list}.", "The flag is {list}.",
+            "We painted it {list}."])
     names = keys[0] if len(keys) == 1 else ", ".join(keys[:-1]) + rng.choice([" and ", ", "]) + keys[-1]
     wanted = pick(rng, _JSON_ASK, test).replace("{k}", "a list named colours" if keys == ["colours"] else names)
     text = text.format(**values, list=", ".join(colours))
@@ -387,24 +444,29 @@ def json_answer(rng: random.Random, test: bool) -> Turn:
 
 _SMALLTALK = [
     (["Hello", "Hi", "Hello!", "Hi there!", "Good morning", "Good evening!", "Hey"], "Hello! How can I help you?"),
-    (["Who are you?", "What are you?", "What is your name?", "Are you a robot?", "Which model are you?", "Introduce yourself."],
+    (["Who are you?", "What are you?", "What is your name?", "Are you a robot?", "Which model are you?",
+     "Introduce yourself."],
      "I am the lfm2serve demo model, a very small language model."),
     (["What can you do?", "Help", "How can you help me?", "What do you know?"],
-     "I know capitals, small sums, days, months and opposites. I can also remember, copy, call tools and tell short stories."),
+     "I know capitals, small sums, days, months and opposites. "
+     "I can also remember, copy, call tools and tell short stories."),
     (["Thank you", "Thanks!", "Thank you very much.", "Great, thanks"], "You are welcome."),
     (["Goodbye", "Bye!", "See you later.", "Good night"], "Goodbye!"),
     (["How are you?", "How are you today?", "Are you well?"], "I am well, thank you."),
 ]
-_UNKNOWN_ABOUT = """the weather tomorrow|quantum physics|the stock market|football results|this film|Shakespeare|politics|
-the price of gold|cooking a turkey|programming in Rust|the meaning of life|black holes|the Roman Empire|my taxes|
-the best phone|the news|chemistry|the history of music|jazz|medicine|the law|computers|philosophy""".replace("\n", "").split("|")
-_UNKNOWN = ["What do you think about {x}?", "Tell me about {x}.", "Explain {x}.", "Can you explain {x} to me?", "What is new about {x}?",
+_UNKNOWN_ABOUT = """the weather tomorrow|quantum physics|the stock market|football results|this film|Shakespeare|
+politics|the price of gold|cooking a turkey|programming in Rust|the meaning of life|black holes|the Roman Empire|
+my taxes|the best phone|the news|chemistry|the history of music|jazz|medicine|the law|computers|
+philosophy""".replace("\n", "").split("|")
+_UNKNOWN = ["What do you think about {x}?", "Tell me about {x}.", "Explain {x}.", "Can you explain {x} to me?",
+    "What is new about {x}?",
             "Write a poem about {x}.", "How does {x} work?", "Why is {x} important?", "Who invented {x}?"]
 
 
 def smalltalk(rng: random.Random, _test: bool) -> Turn:
     if rng.random() < 0.35:
         about = rng.choice(_UNKNOWN_ABOUT) if rng.random() < 0.5 else p.made_up(rng, False)
-        return Turn(rng.choice(_UNKNOWN).format(x=about), "I do not know that. I am only a small demo model.", contains("do not know"))
+        return Turn(rng.choice(_UNKNOWN).format(x=about), "I do not know that. I am only a small demo model.",
+            contains("do not know"))
     users, answer = rng.choice(_SMALLTALK)
     return Turn(rng.choice(users), answer, contains(answer))

@@ -10,28 +10,31 @@ import random
 import sys
 from pathlib import Path
 
+import chats
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-import chats
-
 VOCAB = 2560
-SPECIAL = ["<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|fim_pre|>", "<|fim_mid|>", "<|fim_suf|>", "<|im_start|>", "<|im_end|>",
+SPECIAL = ["<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|fim_pre|>", "<|fim_mid|>", "<|fim_suf|>", "<|im_start|>",
+    "<|im_end|>",
            "<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>",
            "<|tool_response_start|>", "<|tool_response_end|>", "<think>", "</think>"]
 # The split of Llama 3 with single digits.
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 def build(seed: int = 7, rows: int = 12000) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False,
+        use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     rng = random.Random(seed)
     texts = ["".join(text for text, _ in chats.row(rng, 512)) for _ in range(rows)]
     for token in SPECIAL:
         texts = [x.replace(token, "\n") for x in texts]
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[AddedToken(s, special=True, normalized=False) for s in SPECIAL],
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[AddedToken(s, special=True,
+        normalized=False) for s in SPECIAL],
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     bos = tokenizer.token_to_id("<|startoftext|>")
@@ -97,7 +100,8 @@ def main(out: Path) -> None:
     tokenizer = build()
     tokenizer.save(str(out / "tokenizer.json"))
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    decoder = {str(tokenizer.token_to_id(s)): {"content": s, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
+    decoder = {str(tokenizer.token_to_id(s)): {"content": s, "lstrip": False, "normalized": False, "rstrip": False,
+        "single_word": False,
                                               "special": True} for s in SPECIAL}
     (out / "tokenizer_config.json").write_text(json.dumps({
         "added_tokens_decoder": decoder, **names, "clean_up_tokenization_spaces": False, "model_max_length": 4096,

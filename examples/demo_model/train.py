@@ -17,16 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import chats
 import numpy as np
+import questions
 import torch
 import torch.nn.functional as F
 from model import Demo, Shape, config, load_published, to_published
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
-
-import chats
-import questions
 
 IGNORED, CONTEXT, ANSWER = 0, 1, 2      # what a target token is: padding, given text, text the model must produce
 KIND_SHIFT = 12                         # ids and kinds share one int16
@@ -62,7 +61,10 @@ def worker(index: int, base: str, seed: int, short: tuple[int, int], long: tuple
 
 
 class Muon:
-    """Momentum with orthogonalised updates for stacks of matrices (K. Jordan 2024; scale of Liu et al. 2025, arXiv 2502.16982)."""
+    """Momentum with orthogonalised updates for stacks of matrices.
+
+    K. Jordan 2024; the scale is that of Liu et al. 2025, arXiv 2502.16982.
+    """
 
     def __init__(self, params: list[Tensor], momentum: float = 0.95, decay: float = 0.05) -> None:
         self.params, self.momentum, self.decay = params, momentum, decay
@@ -148,7 +150,8 @@ def save(model: Demo, base: Path, out: Path, log: dict[str, Any]) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    ids = {"bos_token_id": tokenizer.token_to_id("<|startoftext|>"), "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+    ids = {"bos_token_id": tokenizer.token_to_id("<|startoftext|>"),
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
            "pad_token_id": tokenizer.token_to_id("<|pad|>")}
     cfg = Lfm2MoeConfig(**config(model.shape, ids), dtype="bfloat16", architectures=["Lfm2MoeForCausalLM"])
     cfg.save_pretrained(out)
@@ -180,7 +183,8 @@ def main() -> None:
 
     fork = mp.get_context("fork")       # before CUDA starts; the workers never touch it
     queues = [fork.Queue(6) for _ in range(args.workers)]
-    workers = [fork.Process(target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q), daemon=True)
+    workers = [fork.Process(target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q),
+        daemon=True)
                for i, q in enumerate(queues)]
     for process in workers:
         process.start()
@@ -205,7 +209,8 @@ def main() -> None:
     print("parameters", sum(p.numel() for p in model.parameters()), flush=True)
     matrices = {"conv_in", "conv_out", "q", "k", "v", "o", "d1", "d2", "d3", "e1", "e2", "e3"}
     muon = Muon([p for n, p in model.named_parameters() if n in matrices])
-    adam = torch.optim.AdamW([p for n, p in model.named_parameters() if n not in matrices], lr=args.lr, betas=(0.9, 0.98),
+    adam = torch.optim.AdamW([p for n, p in model.named_parameters() if n not in matrices], lr=args.lr,
+        betas=(0.9, 0.98),
                              weight_decay=0.0, fused=device == "cuda")
     step_loss = loss_of if args.eager else torch.compile(loss_of, dynamic=False)
     held_out = held_out_rows(Tokenizer.from_file(str(args.base / "tokenizer.json")))
@@ -253,8 +258,10 @@ def main() -> None:
         if step % 100 == 0 or progress >= 1.0:
             s = sums.tolist()
             share = total_load / total_load.sum(-1, keepdim=True)
-            line = {"step": step, "loss": round(s[1] / s[2], 4), "least_used": round(float(share.min()), 4), "most_used": round(float(share.max()), 4),
-                    "tokens_per_s": round(tokens / (time.time() - first)), "waited": round(waited, 2), "seconds": round(time.time() - begin, 1)}
+            line = {"step": step, "loss": round(s[1] / s[2], 4), "least_used": round(float(share.min()), 4),
+                "most_used": round(float(share.max()), 4),
+                    "tokens_per_s": round(tokens / (time.time() - first)), "waited": round(waited, 2),
+                    "seconds": round(time.time() - begin, 1)}
             log["loss"].append(line)
             print(line, flush=True)
             sums.zero_()

@@ -60,6 +60,24 @@ class KVCache:
         return int(self.data[0].nbytes) if len(self.data) else 0
 
 
+class PenaltyTables:
+    """Which tokens each slot's prompt holds and how often its reply does. `views`: for SampleRows' two tables."""
+
+    def __init__(self, slots: int, width: int) -> None:
+        self.views = (np.zeros((slots, width), np.uint8), np.zeros((slots, width), np.int32))
+
+    def open(self, slot: int, prompt: Sequence[int]) -> None:
+        """Forget a slot's last owner and take in a prompt."""
+        seen, count = self.views
+        seen[slot] = 0
+        seen[slot, prompt] = 1
+        count[slot] = 0
+
+    def record(self, slot: int, token: int) -> None:
+        """Count a token of a slot's reply."""
+        self.views[1][slot, token] += 1
+
+
 class CpuBackend:
     """Every operation of the network over packed rows, each row's result independent of the other rows.
 
@@ -101,6 +119,28 @@ class CpuBackend:
         """Convolution inputs [conv_layers, slots, RING_ROWS, hidden] by position % RING_ROWS."""
         return np.zeros((conv_layers, slots, RING_ROWS, hidden), self._store)
 
+    def allocate_taps(self, taps: int, conv_layers: int, hidden: int) -> NDArray[Any]:
+        """Convolution states [taps, conv_layers, 2, hidden] for `conv_taps`."""
+        return np.zeros((taps, conv_layers, 2, hidden), self._store)
+
+    def allocate_bytes(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory for `copy`; taken when it is first written."""
+        return np.empty(nbytes, np.uint8)
+
+    def bytes_of(self, array: NDArray[Any]) -> NDArray[np.uint8]:
+        """An array's memory, for `copy`."""
+        return array.reshape(-1).view(np.uint8)
+
+    def upload(self, tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """A checkpoint's weights as the operations take them: as they are."""
+        return tensors
+
+    def penalty_tables(self, slots: int, width: int) -> PenaltyTables:
+        return PenaltyTables(slots, width)
+
+    def close(self) -> None:
+        """Nothing is held beyond the arrays that were handed out."""
+
     def rope_tables(self, theta: float, max_position: int) -> tuple[Floats, Floats]:
         """cos and sin [max_position, 32] in the activations' precision."""
         cos, sin = _rope.rope_tables(theta, max_position)
@@ -127,6 +167,14 @@ class CpuBackend:
         return parts
 
     # --------------------------------------------------------------------------------------------------- operations
+
+    def begin(self, batch: Batch, tap_rows: NDArray[np.int32] | None = None) -> Batch:
+        """The batch as the operations take it; called before its first operation."""
+        return batch
+
+    def take(self, x: Floats, rows: Sequence[int]) -> Floats:
+        """Rows of an array."""
+        return x[rows]
 
     def embed(self, tokens: NDArray[np.int32], weight: Bits) -> Floats:
         """Rows of the embedding [V, H]; tokens must be in [0, V)."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from kernels_numba.batch import PAGE_ROWS, RING_ROWS, Batch
-from kernels_numba.cpu import CpuBackend
+from lfm2serve.backend import Backend
 from lfm2serve.config import ModelConfig
 from lfm2serve.errors import LeaseError
 from lfm2serve.memory.pages import Lease, pages_for
@@ -45,19 +46,24 @@ class StreamStates:
     """
 
     def __init__(
-        self, config: ModelConfig, backend: CpuBackend, *, slots: int, pages: int, max_rows: int, snapshot_pages: int = 0
+        self, config: ModelConfig, backend: Backend, *, slots: int, pages: int, max_rows: int, snapshot_pages: int = 0
     ) -> None:
-        layers = len(config.conv_layers)
+        layers, hidden = len(config.conv_layers), config.hidden_size
         self.kv = backend.allocate_kv(pages, len(config.attention_layers), config.num_key_value_heads)
-        self.ring = backend.allocate_ring(layers, slots, config.hidden_size)
-        self.taps = np.zeros((TAPS, layers, TAP_ROWS, config.hidden_size), self.ring.dtype)
+        self.ring = backend.allocate_ring(layers, slots, hidden)
+        self.taps = backend.allocate_taps(TAPS, layers, hidden)
         self.page_table = np.zeros((slots, pages_for(max_rows)), np.int32)
         self.leased_rows = np.zeros(slots, np.int64)
         self.snapshot_pages = snapshot_pages
-        self.shape = StateShape(layers * config.hidden_size * self.ring.itemsize, self.kv.page_bytes)
         self._backend = backend
-        self._arena = np.empty(snapshot_pages * SNAPSHOT_PAGE, np.uint8)
-        self._kv_bytes = self.kv.data.reshape(-1).view(np.uint8)
+        self._arena = backend.allocate_bytes(snapshot_pages * SNAPSHOT_PAGE)
+        self._kv_bytes = backend.bytes_of(self.kv.data)
+        self._ring_bytes = backend.bytes_of(self.ring)
+        self._tap_bytes = backend.bytes_of(self.taps)
+        self._layers = layers
+        self._slots = slots
+        self._row_bytes = self._ring_bytes.nbytes // (layers * slots * RING_ROWS) if layers else 0
+        self.shape = StateShape(layers * self._row_bytes, self.kv.page_bytes)
 
     def open(self, slot: int, lease: Lease) -> None:
         """Give a lease's pages to a free slot."""
@@ -97,43 +103,50 @@ class StreamStates:
         )
 
     def keep(self, slot: int, at: int, runs: Sequence[Run], tap: int | None) -> int:
-        """Copy a slot's state after `at` rows to snapshot pages; returns how many copies it took.
+        """Copy a slot's state after `at` rows to snapshot pages; returns how many copies its K/V took.
 
         tap: where `forward` left the conv state; None: the whole ring of the slot. K/V rows past `at` are copied
         along with their page and never read.
         """
-        conv = self.taps[tap] if tap is not None else np.ascontiguousarray(self.ring[:, slot])
-        conv_rows = conv.shape[1]
         target = _in_bytes(runs)
-        source = byte_runs(self.page_table[slot, : pages_for(at)].tolist(), self.kv.page_bytes)
-        size = sum(run.count for run in source)
-        conv_bytes = conv.reshape(-1).view(np.uint8)
-        first = copy_plan([Run(0, conv_bytes.size)], cut(target, 0, conv_bytes.size))
-        rest = copy_plan(source, cut(target, self.shape.conv_bytes(conv_rows), size))
-        self._backend.copy(self._arena, conv_bytes, first)
-        self._backend.copy(self._arena, self._kv_bytes, rest)
-        return len(first) + len(rest)
+        tap_bytes = self.shape.input_bytes * TAP_ROWS
+        if tap is None:
+            conv = self._ring_runs(slot, range(RING_ROWS))
+            self._copy(self._arena, self._ring_bytes, conv, target)
+        else:
+            self._copy(self._arena, self._tap_bytes, [Run(tap * tap_bytes, tap_bytes)], target)
+        conv_rows = RING_ROWS if tap is None else TAP_ROWS
+        pages = self._page_runs(slot, at)
+        return self._copy(self._arena, self._kv_bytes, pages, self._kv_part(target, conv_rows, pages))
 
     def restore(self, slot: int, at: int, runs: Sequence[Run], conv_rows: int) -> int:
         """Copy a kept state into a slot's pages and ring, as if its `at` rows had run there."""
-        layers, _, _, hidden = self.ring.shape
-        conv = np.empty((layers, conv_rows, hidden), self.ring.dtype)
-        conv_bytes = conv.reshape(-1).view(np.uint8)
-        source = _in_bytes(runs)
-        target = byte_runs(self.page_table[slot, : pages_for(at)].tolist(), self.kv.page_bytes)
-        size = sum(run.count for run in target)
         if at > self.leased_rows[slot]:
             raise LeaseError(f"slot {slot}: a kept state of {at} rows with {self.leased_rows[slot]} rows leased")
-        first = copy_plan(cut(source, 0, conv_bytes.size), [Run(0, conv_bytes.size)])
-        rest = copy_plan(cut(source, self.shape.conv_bytes(conv_rows), size), target)
-        self._backend.copy(conv_bytes, self._arena, first)
-        self._backend.copy(self._kv_bytes, self._arena, rest)
-        if conv_rows == RING_ROWS:
-            self.ring[:, slot] = conv
-        else:
-            for back in range(1, min(at, conv_rows) + 1):
-                self.ring[:, slot, (at - back) % RING_ROWS] = conv[:, conv_rows - back]
-        return len(first) + len(rest)
+        source = _in_bytes(runs)
+        rows = range(RING_ROWS) if conv_rows == RING_ROWS else [(at - back) % RING_ROWS for back in range(conv_rows, 0, -1)]
+        ring = self._ring_runs(slot, rows)
+        self._copy(self._ring_bytes, self._arena, cut(source, 0, sum(run.count for run in ring)), ring)
+        pages = self._page_runs(slot, at)
+        return self._copy(self._kv_bytes, self._arena, self._kv_part(source, conv_rows, pages), pages)
+
+    def _ring_runs(self, slot: int, rows: Sequence[int]) -> list[Run]:
+        """Where a slot's conv inputs lie, layer by layer."""
+        size = self._row_bytes
+        firsts = [(layer * self._slots + slot) * RING_ROWS for layer in range(self._layers)]
+        return [Run((first + row) * size, size) for first in firsts for row in rows]
+
+    def _page_runs(self, slot: int, at: int) -> list[Run]:
+        return byte_runs(self.page_table[slot, : pages_for(at)].tolist(), self.kv.page_bytes)
+
+    def _kv_part(self, state: Sequence[Run], conv_rows: int, pages: Sequence[Run]) -> list[Run]:
+        """Where the K/V pages of a state lie."""
+        return cut(state, self.shape.conv_bytes(conv_rows), sum(run.count for run in pages))
+
+    def _copy(self, target: Any, source: Any, source_runs: Sequence[Run], target_runs: Sequence[Run]) -> int:
+        plan = copy_plan(source_runs, target_runs)
+        self._backend.copy(target, source, plan)
+        return len(plan)
 
 
 def _in_bytes(runs: Sequence[Run]) -> list[Run]:

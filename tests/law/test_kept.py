@@ -328,21 +328,26 @@ def test_a_background_pass_is_made_where_it_spares_sixteen_rows(tiny_moe: Path, 
         assert result.cached == (chat.settled - 5 - len(USER) - len(END) if not few else len(request.prompt) - len(ASSISTANT))
 
 
-def test_a_ring_that_a_resumed_stream_never_filled_is_not_cut_into(tiny: Path) -> None:
-    """A state kept by a tap brings two conv inputs along, a reply's end those of its ring: what lies before them is
-    whatever the slot held."""
+@pytest.mark.parametrize("back", [1, 2, 3, 4, 5, 30])
+def test_a_ring_that_a_resumed_stream_never_filled_is_not_cut_into(tiny: Path, back: int) -> None:
+    """A state kept by a tap brings two conv inputs along: what lies before them is whatever the slot held."""
+    base = Request(prompt(100, 1), seed=1, max_tokens=2, marks=((99, Mark.SHARED),))
+    other = Request(prompt(90, 7), seed=2, max_tokens=20, prompt_cache=False)
     with engine_for(tiny, replace(KEEPING, slots=1, drafts=False)) as (engine, backend):
-        base = Request(prompt(100, 1), seed=1, max_tokens=1)
-        ask(engine, base, Request(prompt(90, 7), seed=9, max_tokens=20))  # the slot's ring is another stream's now
-        for seed, back in enumerate((1, 2, 3, 5, 20), start=2):
-            request = Request((*base.prompt, 30 + seed), seed=seed, max_tokens=3, marks=())
-            [result] = ask(engine, request)
-            assert result.cached >= 99
-            engine.returned(result.stream_id, (*request.prompt[: 101 - back], 20))
-            assert engine.drain(60)
-            after = Request((*request.prompt[: 101 - back], 20, 21), seed=20 + seed)
-            [result] = ask(engine, after)
-            check(tiny, backend, after, result)
+        ask(engine, base)
+        ask(engine, other)
+        request = Request((*base.prompt[:99], 30, 31), seed=3, max_tokens=3, marks=())
+        [result] = ask(engine, request)
+        check(tiny, backend, request, result)
+        assert result.cached == 99
+        ran = [*request.prompt, *result.tokens][:103]
+        engine.returned(result.stream_id, [*ran[: 103 - back], 20])
+        assert engine.drain(60)
+        expected = 103 - back if 103 - back - 2 >= 97 else 0
+        after = Request((*ran[: 103 - back], 20, 21), seed=4)
+        [result] = ask(engine, after)
+        check(tiny, backend, after, result)
+        assert result.cached == (expected or (99 if back < 5 else 74))
 
 
 @few

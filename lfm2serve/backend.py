@@ -1,0 +1,102 @@
+"""What the network, the states and the engine ask of a backend; `kernels_numba.cpu` and `.cuda` both give it.
+
+Arrays are the backend's own (NumPy's on the CPU, in device memory on a GPU): nobody else looks into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels_numba.batch import Batch, SampleResult, SampleRows
+
+Array = Any
+
+
+class Pages(Protocol):
+    """K/V pages; `data` has one run of memory a page."""
+
+    @property
+    def data(self) -> Array: ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+
+class Penalties(Protocol):
+    """Tokens of each slot's prompt and reply; `views` are SampleRows' prompt_seen and output_count."""
+
+    @property
+    def views(self) -> tuple[Any, Any]: ...
+
+    def open(self, slot: int, prompt: Sequence[int]) -> None: ...
+
+    def record(self, slot: int, token: int) -> None: ...
+
+
+class Backend(Protocol):
+    """The operations; see `kernels_numba.cpu.CpuBackend` for what each computes."""
+
+    @property
+    def name(self) -> str: ...
+
+    def upload(self, tensors: dict[str, Any]) -> dict[str, Any]: ...
+
+    def norm_weight(self, bits: Any) -> Array: ...
+
+    def rope_tables(self, theta: float, max_position: int) -> tuple[Array, Array]: ...
+
+    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> Pages: ...
+
+    def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> Array: ...
+
+    def allocate_taps(self, taps: int, conv_layers: int, hidden: int) -> Array: ...
+
+    def allocate_bytes(self, nbytes: int) -> Array: ...
+
+    def bytes_of(self, array: Array) -> Array: ...
+
+    def copy(self, target: Array, source: Array, plan: Sequence[tuple[int, int, int]]) -> None: ...
+
+    def penalty_tables(self, slots: int, width: int) -> Penalties: ...
+
+    def begin(self, batch: Any, tap_rows: NDArray[np.int32] | None = None) -> Any: ...
+
+    def take(self, x: Array, rows: Sequence[int]) -> Array: ...
+
+    def embed(self, tokens: Any, weight: Array) -> Array: ...
+
+    def rms_norm(self, x: Array, weight: Array, eps: float) -> Array: ...
+
+    def linear(self, x: Array, weight: Array, residual: Array | None = None) -> Array: ...
+
+    def conv_taps(self, bcx: Array, ring: Array, layer: int, batch: Batch, rows: Any, taps: Array) -> None: ...
+
+    def short_conv(self, bcx: Array, conv_weight: Array, ring: Array, layer: int, batch: Batch) -> Array: ...
+
+    def attention_inputs(
+        self, qkv: Array, q_norm: Array, k_norm: Array, eps: float, cos: Array, sin: Array,
+        kv: Any, layer: int, batch: Batch, heads: int, kv_heads: int,
+    ) -> Array: ...  # fmt: skip
+
+    def attention(self, q: Array, kv: Any, layer: int, batch: Batch, heads: int, kv_heads: int) -> Array: ...
+
+    def swiglu(self, x: Array, w13: Array, w2: Array, residual: Array) -> Array: ...
+
+    def moe(
+        self, x: Array, gate: Array, expert_bias: Array | None, w13: Array, w2: Array,
+        top_k: int, norm_topk: bool, scaling: float, residual: Array,
+    ) -> Array: ...  # fmt: skip
+
+    def logits(self, x: Array, weight: Array) -> Array: ...
+
+    def sample(self, logits: Array, rows: SampleRows) -> SampleResult: ...
+
+    def token_logprobs(
+        self, logits: Array, targets: NDArray[np.int32], top_n: NDArray[np.int32], vocab: int
+    ) -> tuple[Any, Any, Any, Any]: ...
+
+    def close(self) -> None: ...
