@@ -5,7 +5,7 @@ Arrays are the backend's own (NumPy's on the CPU, in device memory on a GPU): no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -35,6 +35,14 @@ class Penalties(Protocol):
     def open(self, slot: int, prompt: Sequence[int]) -> None: ...
 
     def record(self, slot: int, token: int) -> None: ...
+
+
+class Rounds(Protocol):
+    """Decode rounds that run as one launch, with the same bits."""
+
+    def fits(self, batch: Batch, rows: SampleRows) -> bool: ...
+
+    def run(self, batch: Batch, rows: SampleRows) -> SampleResult: ...
 
 
 class Backend(Protocol):
@@ -94,6 +102,10 @@ class Backend(Protocol):
     def logits(self, x: Array, weight: Array) -> Array: ...
 
     def sample(self, logits: Array, rows: SampleRows) -> SampleResult: ...
+
+    def decode_rounds(
+        self, forward: Callable[[Any], Array], tables: Any, *, slots: int, vocab: int, page_table: NDArray[np.int32]
+    ) -> Rounds | None: ...
 
     def token_logprobs(
         self, logits: Array, targets: NDArray[np.int32], top_n: NDArray[np.int32], vocab: int

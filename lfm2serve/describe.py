@@ -10,10 +10,10 @@ from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.checkpoint import Checkpoint, resolve
 from lfm2serve.config import ModelConfig
+from lfm2serve.devices import find_device
 from lfm2serve.errors import MemoryPlanError
 from lfm2serve.memory.plan import MemoryPlan, make_plan
 from lfm2serve.options import EngineOptions
-from lfm2serve.runtime import pick_device
 from lfm2serve.terminal import human_bytes
 
 
@@ -83,13 +83,13 @@ class Description:
 
 def describe(model: str, options: EngineOptions, *, offline: bool = False) -> Description:
     """Look at a checkpoint; reads its JSON files and the weight files' headers only."""
-    pick_device(options)
+    target = find_device(options)
     path = resolve(model, offline=offline)
     checkpoint = Checkpoint(path)
     tokenizer = Tokenizer.from_dir(path)
     plan, refused = None, None
     try:
-        plan = make_plan(checkpoint.config, options, checkpoint.weight_bytes)
+        plan = make_plan(checkpoint.config, options, checkpoint.weight_bytes, target)
     except MemoryPlanError as error:
         refused = error.message
     return Description(

@@ -16,7 +16,7 @@ KvMode = Literal["paged", "fixed"]
 class EngineOptions:
     """What a user may set about one loaded model; `serve`, `generate`, `chat` and `LLM` share it.
 
-    device: "auto" takes the CPU backend. dtype: of activations and K/V ("auto" = bfloat16; weights stay bfloat16).
+    device: "auto" takes a GPU where there is one. gpu: which of several. dtype: of activations and K/V ("auto" = bfloat16; weights stay bfloat16).
     context: longest prompt + reply, in tokens (None: what the model and the pool allow).
     max_streams: replies that run at once. kv: "paged", or "fixed" (one contiguous range of pages a stream).
     kv_pages: pages of 512 positions in the pool (None: from the memory plan).
@@ -28,6 +28,7 @@ class EngineOptions:
     """
 
     device: Device = "auto"
+    gpu: int = 0
     dtype: Dtype = "auto"
     context: int | None = None
     max_streams: int = 64
@@ -54,6 +55,7 @@ class EngineOptions:
             value = getattr(self, name)
             check(value is None or (isinstance(value, int) and value >= 1), name, "must be a whole number of at least 1")
         check(1 <= self.max_streams <= 4096, "max_streams", "must be between 1 and 4096")
+        check(self.gpu >= 0, "gpu", "must not be negative")
         check(self.max_gap_ms > 0, "max_gap_ms", "must be positive")
         check(self.default_max_tokens >= 1, "default_max_tokens", "must be at least 1")
         limit = self.memory_limit_gib

@@ -15,16 +15,17 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
-from kernels_numba.cpu import CpuBackend
+from lfm2serve.backend import Backend
 from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.checkpoint import Checkpoint, resolve
 from lfm2serve.config import GenerationDefaults, ModelConfig
 from lfm2serve.conversation import Conversation
+from lfm2serve.devices import find_device, open_backend
 from lfm2serve.engine import Engine
-from lfm2serve.errors import CheckpointError, DeviceError, InvalidRequest
+from lfm2serve.errors import CheckpointError, InvalidRequest
 from lfm2serve.memory.pages import SLACK_ROWS, PagePool
-from lfm2serve.memory.plan import LARGEST_CHUNK, MemoryPlan, make_plan
+from lfm2serve.memory.plan import MemoryPlan, make_plan
 from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
 from lfm2serve.options import EngineOptions
@@ -48,6 +49,7 @@ class Runtime:
     generation: GenerationDefaults
     plan: MemoryPlan
     engine: Engine
+    backend: Backend
 
     def default_params(self, **overrides: Any) -> SamplingParams:
         """SamplingParams with generation_config.json's values where `overrides` has none."""
@@ -105,18 +107,12 @@ class Runtime:
     def close(self) -> None:
         """End the engine and free weights and pages. Idempotent."""
         self.engine.close()
+        self.backend.close()
 
 
 def new_seed() -> int:
     """A seed for a request that names none."""
     return secrets.randbits(63)
-
-
-def pick_device(options: EngineOptions) -> str:
-    """The backend that runs here. DeviceError where the one asked for doesn't."""
-    if options.device == "cuda":
-        raise DeviceError("device cuda: this version runs on the CPU only; use --device cpu or auto")
-    return "cpu"
 
 
 def load_runtime(
@@ -131,7 +127,7 @@ def load_runtime(
     model: "demo", a directory or a hub id. progress: True draws a bar on standard error.
     """
     options = options or EngineOptions()
-    pick_device(options)
+    target = find_device(options)
     path = resolve(str(model), offline=offline, progress=bool(progress))
     checkpoint = Checkpoint(path)
     config = checkpoint.config
@@ -144,11 +140,11 @@ def load_runtime(
         )
     template = ChatTemplate.from_dir(path, tokenizer)
     generation = GenerationDefaults.from_dir(path)
-    plan = make_plan(config, options, checkpoint.weight_bytes)
+    plan = make_plan(config, options, checkpoint.weight_bytes, target)
     for purpose, size, remark in plan.table():
         log.info("%-12s %10.1f MiB  %s", purpose, size / 2**20, remark)
     tensors = _load(checkpoint, progress)
-    backend = CpuBackend(dtype, options.threads)
+    backend = open_backend(target, options, plan.scratch)
     rows = plan.context + SLACK_ROWS
     engine = Engine(
         Model(config, tensors, backend, max_rows=rows),
@@ -167,13 +163,13 @@ def load_runtime(
         eos_token_ids={*config.eos_token_ids, *generation.eos_token_ids},
         default_max_tokens=options.default_max_tokens,
         prompt_chunk=options.prompt_chunk,
-        largest_chunk=LARGEST_CHUNK,
+        largest_chunk=target.chunk,
         max_gap_ms=options.max_gap_ms,
         drafts=options.drafts,
         warm_pass=options.warm_pass,
     )
     name = str(model).rstrip("/").rsplit("/", 1)[-1] if Path(model).is_dir() else str(model)
-    return Runtime(name, path, config, options, tokenizer, template, generation, plan, engine)
+    return Runtime(name, path, config, options, tokenizer, template, generation, plan, engine, backend)
 
 
 def _load(checkpoint: Checkpoint, progress: bool | ByteProgress) -> dict[str, np.ndarray]:

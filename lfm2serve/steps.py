@@ -8,7 +8,8 @@ from itertools import islice
 
 import numpy as np
 
-from lfm2serve.backend import Array
+from kernels_numba.batch import Batch, SampleResult, SampleRows
+from lfm2serve.backend import Array, Rounds
 from lfm2serve.draws import Draw, DrawTable
 from lfm2serve.memory.pages import Lease
 from lfm2serve.memory.states import StreamStates
@@ -30,27 +31,45 @@ class StepRunner:
         self._model = model
         self._states = states
         self._draws = draws
+        self._rounds: Rounds | None = None
 
     def run(self, chunks: Sequence[Chunk], tap_rows: Sequence[int]) -> list[list[Drawn]]:
-        """Run the chunks' rows, leaving the conv states after `tap_rows` of them in the states' taps; returns what was drawn behind each: nothing where its rows aren't complete, else a
-        token behind its last row and one behind each of its draft tokens."""
+        """Run the chunks' rows, leaving the conv states after `tap_rows` of them in the states' taps.
+
+        Returns what was drawn behind each chunk: nothing where its rows aren't complete, else a token behind its last
+        row and one behind each of its draft tokens.
+        """
+        counts = [len(c.draft) + 1 if c.completes and c.stream.max_tokens else 0 for c in chunks]
+        draws = [(c.stream, c.draft[:j]) for c, count in zip(chunks, counts, strict=True) for j in range(count)]
         segments = [(c.stream.slot, c.stream.rows_done, [*c.stream.next_rows(c.rows), *c.draft]) for c in chunks]
         batch = self._states.pack(segments)
+        ready = self._round(batch, draws) if len(draws) == len(batch.tokens) and not tap_rows else None
+        if ready is not None:
+            return _split(ready, counts)
         started = time.perf_counter()
         h = self._model.forward(batch, self._states, np.array(tap_rows, np.int32) if tap_rows else None)
         self.backend_s += time.perf_counter() - started
         for i, chunk in enumerate(chunks):
             if chunk.stream.scoring:
                 self._score(chunk, h, int(batch.seg_start[i]))
-        counts = [len(c.draft) + 1 if c.completes and c.stream.max_tokens else 0 for c in chunks]
-        draws = [(c.stream, c.draft[:j]) for c, count in zip(chunks, counts, strict=True) for j in range(count)]
         ends = batch.seg_start[1:].tolist()
         rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-        drawn = iter(self._draw(draws, self._model.backend.take(h, rows)) if draws else ())
-        return [list(islice(drawn, count)) for count in counts]
+        return _split(self._draw(draws, self._model.backend.take(h, rows)) if draws else [], counts)
+
+    def _round(self, batch: Batch, draws: list[Draw]) -> list[Drawn] | None:
+        """The same for a step that draws behind each of its rows, in one launch; None where the backend has none."""
+        if self._rounds is None:
+            return None
+        rows = self._draws.rows(draws)
+        if not self._rounds.fits(batch, rows):
+            return None
+        started = time.perf_counter()
+        result = self._rounds.run(batch, rows)
+        self.backend_s += time.perf_counter() - started
+        return _drawn(result, rows)
 
     def warm_up(self) -> None:
-        """Run a row of every operation in slot 0, so that no request waits for kernels to be compiled or loaded."""
+        """Run every operation once, in slot 0, so that no request waits for kernels to be compiled or captured."""
         params = SamplingParams(logprobs=1, prompt_logprobs=1)
         stream = Stream(
             -1, [0, 0], params, lambda event: None, max_tokens=1, seed=0, choice=0, eos_token_ids=frozenset()
@@ -61,14 +80,20 @@ class StepRunner:
         self.run([Chunk(stream, 2)], [0])
         self._states.close(0)
         self.backend_s = 0.0
+        self._rounds = self._model.backend.decode_rounds(
+            lambda batch: self._model.logits(self._model.forward(batch, self._states)),
+            self._draws.tables,
+            slots=len(self._states.leased_rows),
+            vocab=self._draws.vocab,
+            page_table=self._states.page_table,
+        )
 
     def _draw(self, draws: list[Draw], h: Array) -> list[Drawn]:
         rows = self._draws.rows(draws)
         started = time.perf_counter()
         result = self._model.backend.sample(self._model.logits(h), rows)
         self.backend_s += time.perf_counter() - started
-        logprobs = _logprobs(result.logprob, result.rank, result.top_ids, result.top_logprobs, rows.top_n)
-        return list(zip(result.token.tolist(), logprobs, strict=True))
+        return _drawn(result, rows)
 
     def _score(self, chunk: Chunk, h: Array, row: int) -> None:
         """Log-probabilities of the prompt tokens that follow this chunk's rows, h[row:]."""
@@ -85,6 +110,17 @@ class StepRunner:
             logits = self._model.logits(self._model.backend.take(h, range(row + start, row + end)))
             found = self._model.backend.token_logprobs(logits, targets, top_n, self._draws.vocab)
             scored.extend(_logprobs(*found, top_n))
+
+
+def _split(drawn: list[Drawn], counts: Sequence[int]) -> list[list[Drawn]]:
+    """The draws of each chunk."""
+    rest = iter(drawn)
+    return [list(islice(rest, count)) for count in counts]
+
+
+def _drawn(result: SampleResult, rows: SampleRows) -> list[Drawn]:
+    logprobs = _logprobs(result.logprob, result.rank, result.top_ids, result.top_logprobs, rows.top_n)
+    return list(zip(result.token.tolist(), logprobs, strict=True))
 
 
 def _logprobs(

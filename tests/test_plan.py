@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from kernels_numba.batch import PAGE_ROWS
 from lfm2serve.bench.shapes import shape
+from lfm2serve.devices import CPU_STATES_BYTES, GIB, Target
 from lfm2serve.errors import MemoryPlanError
 from lfm2serve.memory.pages import SLACK_ROWS, pages_for
-from lfm2serve.memory.plan import GIB, make_plan
+from lfm2serve.memory.plan import make_plan
 from lfm2serve.options import EngineOptions
 
 CONFIG = shape("lfm2-350m")
 WEIGHTS = 709_000_000
-MACHINE = 64 * GIB
+MACHINE = Target("cpu", "this machine", 64 * GIB, CPU_STATES_BYTES, 512)
 
 
 def plan(**options: object) -> object:
@@ -56,7 +57,7 @@ def test_what_cannot_fit_is_refused_by_the_flag_to_change(options: dict[str, obj
 
 
 def test_weights_beyond_the_machine_are_refused_before_loading() -> None:
-    with pytest.raises(MemoryPlanError, match="machine has"):
+    with pytest.raises(MemoryPlanError, match="this machine has"):
         make_plan(CONFIG, EngineOptions(), 100 * GIB, MACHINE)
 
 

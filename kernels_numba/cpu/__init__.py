@@ -20,6 +20,7 @@ from . import moe as _moe
 from . import norm as _norm
 from . import rope as _rope
 from . import sample as _sample
+from .memory import Arena, mapped
 from .team import Team, team
 
 Floats = NDArray[np.float32]
@@ -38,6 +39,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which can't fork
     os.register_at_fork(after_in_child=_new_lock)
 
 _PART_VALUES = 1 << 15  # elementwise work is cut into parts of no fewer values
+_PART_PRODUCTS = 1 << 18  # and products into parts of no fewer multiplications
 _PARTS_PER_THREAD = 4  # so that a thread that was held up leaves its share to the others
 
 
@@ -111,9 +113,14 @@ class CpuBackend:
         """A small weight (norm [H], convolution [H, 3]) widened to float32."""
         return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
 
+    def weight_arena(self, nbytes: int) -> Arena:
+        """Memory for `nbytes` of weights, given out by `take(shape, dtype)`: one run of huge pages is read fastest."""
+        return Arena(nbytes)
+
     def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
         """Pages for `attention_layers` layers; memory is taken when a page is first written."""
-        return KVCache(np.zeros((pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD), self._store))
+        shape = (pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD)
+        return KVCache(mapped(int(np.prod(shape)) * np.dtype(self._store).itemsize).view(self._store).reshape(shape))
 
     def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> NDArray[Any]:
         """Convolution inputs [conv_layers, slots, RING_ROWS, hidden] by position % RING_ROWS."""
@@ -158,9 +165,9 @@ class CpuBackend:
             buffer = self._scratch[name] = np.empty(size, dtype)
         return buffer[:size].reshape(shape)
 
-    def _parts(self, values: int) -> int:
-        """How many parts to cut work on `values` values into; wakes the team if there are several."""
-        parts = min(values // _PART_VALUES, self.threads * _PARTS_PER_THREAD)
+    def _parts(self, work: int, least: int = _PART_VALUES) -> int:
+        """How many parts of `least` or more to cut work into; wakes the team if there are several."""
+        parts = min(work // least, self.threads * _PARTS_PER_THREAD)
         if parts < 2 or self.threads == 1:
             return 1
         self._team.wake()
@@ -196,12 +203,16 @@ class CpuBackend:
         with _lock:
             add = residual is not None
             _linear.linear(
-                self._team.state, x, weight, residual if add else out, add, out, self._bf16, self._product_parts(weight)
+                self._team.state,
+                x,
+                weight,
+                residual if add else out,
+                add,
+                out,
+                self._bf16,
+                self._parts(x.shape[0] * weight.size, _PART_PRODUCTS),
             )
         return out
-
-    def _product_parts(self, weight: Bits) -> int:
-        return self._parts(weight.size)
 
     def short_conv(self, bcx: Floats, conv_weight: Floats, ring: NDArray[Any], layer: int, batch: Batch) -> Floats:
         """The gated convolution of rows B, C, x [R, 3H] with conv_weight [H, 3]; keeps the rows' inputs in the ring.
@@ -312,7 +323,17 @@ class CpuBackend:
         out = np.empty_like(residual)
         with _lock:
             act = self._space("act", (x.shape[0], w2.shape[1]))
-            _linear.swiglu(self._team.state, x, w13, w2, residual, act, out, self._bf16, self._product_parts(w2))
+            _linear.swiglu(
+                self._team.state,
+                x,
+                w13,
+                w2,
+                residual,
+                act,
+                out,
+                self._bf16,
+                self._parts(x.shape[0] * w2.size, _PART_PRODUCTS),
+            )
         return out
 
     def moe_route(
@@ -357,7 +378,7 @@ class CpuBackend:
                 self._space("expert_out", (copies, x.shape[1])),
                 out,
                 self._bf16,
-                self._product_parts(w2[0]),
+                self._parts(copies * w2[0].size, _PART_PRODUCTS),
             )
         return out
 
@@ -392,6 +413,11 @@ class CpuBackend:
             scratch = (self._space("adjusted", (parts, width)), *self._sampling_space(parts, width))
             _sample.sample(self._team.state, logits, controls, tables, lists, rows.vocab, scratch, tuple(result), parts)
         return result
+
+    def decode_rounds(
+        self, forward: Any, tables: PenaltyTables, *, slots: int, vocab: int, page_table: NDArray[np.int32]
+    ) -> None:
+        """Nothing: on a CPU there is no launch to save."""
 
     def token_logprobs(
         self, logits: Floats, targets: NDArray[np.int32], top_n: NDArray[np.int32], vocab: int

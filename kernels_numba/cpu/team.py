@@ -91,7 +91,7 @@ def pause(typingctx):
     """Tell an x86 core that this is a waiting loop; nothing elsewhere."""
 
     def codegen(context, builder, sig, args):
-        if context.codegen().target_data is not None and builder.module.triple.startswith(("x86_64", "i686", "amd64")):
+        if builder.module.triple.startswith(("x86_64", "i686", "amd64")):
             nothing = ir.FunctionType(ir.VoidType(), [])
             builder.call(cgutils.get_or_insert_function(builder.module, nothing, "llvm.x86.sse2.pause"), [])
         return context.get_dummy_value()

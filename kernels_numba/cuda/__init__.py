@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,28 @@ from . import conv as _conv
 from . import copies as _copies
 from . import embed as _embed
 from . import norm as _norm
+from . import random_weights as _random
 from . import rope as _rope
 from . import route as _route
 from . import sample as _sample
 from .compiler import Kernel
 from .driver import Device, DeviceArray, PinnedBuffer, Staging
-from .inputs import CONTROLS, DeviceBatch, Uploads, attention_tiles, control_arrays, count_ranges, packed_bytes
+from .inputs import (
+    CONTROLS,
+    DeviceBatch,
+    Uploads,
+    attention_tiles,
+    control_arrays,
+    count_ranges,
+    host_results,
+    packed_bytes,
+    split_results,
+)
 from .linear import bind_linear
 from .moe_products import bind_experts_down, bind_experts_up
-from .pack import PackedWeight, bind_pack
+from .graph import BUCKETS, DecodeRounds
+from .pack import PackedWeight, bind_pack, packed_elements
+from .products import BLOCK_K, UNIT
 from .scratch import Activations, Scratch
 
 HEAD = _rope.HEAD
@@ -55,9 +68,14 @@ class PenaltyTables:
     def __init__(self, backend: CudaBackend, slots: int, width: int) -> None:
         self._backend = backend
         self.shape = (slots, width)
-        self.prompt_seen = backend.device.allocate((slots, width), "u8")
-        self.output_count = backend.device.allocate((slots, width), "i32")
+        self.prompt_seen = backend.allocate((slots, width), "u8")
+        self.output_count = backend.allocate((slots, width), "i32")
         self._waiting: list[tuple[int, int]] = []
+
+    @property
+    def views(self) -> tuple[PenaltyTables, PenaltyTables]:
+        """SampleRows' prompt_seen and output_count."""
+        return self, self
 
     def open(self, slot: int, prompt: Sequence[int]) -> None:
         """Forget a slot's last owner and take in a prompt."""
@@ -99,16 +117,18 @@ class CudaBackend:
     def __init__(self, ordinal: int = 0, *, scratch_bytes: int = 1 << 30) -> None:
         self.device = Device.open(ordinal)
         self.stream = self.device.stream()
-        self.scratch = Scratch(self.device, scratch_bytes)
+        self._owned: list[DeviceArray] = []
+        self.scratch = Scratch(self.allocate((scratch_bytes,), "u8"))
         self._uploads = Uploads(self.device, self.stream, UPLOAD_BYTES)
-        self._results = PinnedBuffer(RESULT_BYTES)
+        self._results: PinnedBuffer | None = PinnedBuffer(RESULT_BYTES)
         self._ready = self.device.event(timing=False)
         self._batch: DeviceBatch | None = None
         self._table: NDArray[np.int32] | None = None
         self._table_host: NDArray[np.int32] | None = None
         self._table_device: DeviceArray | None = None
         self._drawn: DeviceArray | None = None
-        self._no_bias = self.device.to_device(np.zeros(_route.MOST_EXPERTS, np.float32))
+        self._kv_pages = 0
+        self._no_bias = self._zeros((_route.MOST_EXPERTS,), "f32")
         self.dependent = False
 
     # ----------------------------------------------------------------------------------------------------- plumbing
@@ -122,6 +142,29 @@ class CudaBackend:
         """Host arrays on the device, and last what holds their memory."""
         owner = self.scratch.take((packed_bytes(arrays),), "u8")
         return [*self._uploads.send(arrays, owner.array), owner]
+
+    def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Memory until `close`."""
+        array = self.device.allocate(shape, dtype)
+        self._owned.append(array)
+        return array
+
+    def _keep(self, host: NDArray[Any]) -> DeviceArray:
+        array = self.device.to_device(host)
+        self._owned.append(array)
+        return array
+
+    def close(self) -> None:
+        """Wait for what is queued and free the device's memory. Idempotent; the backend can't be used any more."""
+        self.device.make_current()
+        self.stream.synchronize()
+        for array in self._owned:
+            self.device.free(array)
+        self._owned = []
+        self._uploads.close()
+        if self._results is not None:
+            self._results.free()
+            self._results = None
 
     def read(self, array: Activations | DeviceArray) -> NDArray[Any]:
         """An array on the host (bf16 as uint16); waits for it."""
@@ -138,12 +181,14 @@ class CudaBackend:
         staging = Staging(self.device)
         out: dict[str, Any] = {}
         for name, values in tensors.items():
-            if values.dtype == np.float32:
-                out[name] = self.device.to_device(values)
+            if not isinstance(values, np.ndarray):
+                out[name] = values  # on the device already
+            elif values.dtype == np.float32:
+                out[name] = self._keep(values)
             elif name.endswith("norm") or name.endswith("conv.weight"):
                 out[name] = values
             elif name.endswith("moe.gate"):
-                out[name] = self.device.to_device(values)
+                out[name] = self._keep(values)
             else:
                 out[name] = self._packed(staging, values, gated=name.endswith("w13"))
         staging.close()
@@ -152,7 +197,7 @@ class CudaBackend:
     def _packed(self, staging: Staging, values: NDArray[np.uint16], gated: bool) -> PackedWeight:
         experts = values.shape[0] if values.ndim == 3 else 1
         rows, depth = values.shape[-2:]
-        weight = PackedWeight.allocate(self.device, rows // 2 if gated else rows, depth, experts=experts, gated=gated)
+        weight = self._room(experts, rows, depth, gated)
         each = self.device.allocate((rows, depth), "bf16")
         for expert, matrix in enumerate(values.reshape(experts, rows, depth)):
             staging.upload(each, matrix)
@@ -161,11 +206,48 @@ class CudaBackend:
         self.device.free(each)
         return weight
 
+    def _room(self, experts: int, rows: int, depth: int, gated: bool) -> PackedWeight:
+        """Memory for packed weights; `rows` counts w1's and w3's."""
+        outputs = rows // 2 if gated else rows
+        memory = self.allocate((packed_elements(outputs, depth, experts, gated),), "bf16")
+        return PackedWeight.over(memory, outputs, depth, experts, gated)
+
+    def random_weights(self, shapes: Iterable[tuple[str, tuple[int, ...]]], seed: int = 0) -> dict[str, Any]:
+        """Weights of the given names and shapes, as `upload` returns them: normal with deviation 0.02, norms 1, router
+        biases 0. Made on the device; shapes that packing pads are made on the host."""
+        rng, out = np.random.default_rng(seed), {}
+        staging = Staging(self.device)
+        for number, (name, shape) in enumerate(shapes):
+            gated, experts = name.endswith("w13"), shape[0] if len(shape) == 3 else 1
+            if name.endswith("moe.bias"):
+                out[name] = self._zeros(shape, "f32")
+                continue
+            if name.endswith("norm"):
+                out[name] = np.full(shape, 0x3F80, np.uint16)
+                continue
+            if name.endswith("conv.weight"):
+                out[name] = _bf16_bits(rng.standard_normal(shape, np.float32) * np.float32(0.02))
+                continue
+            if name.endswith("moe.gate"):
+                memory = out[name] = self.allocate(shape, "bf16")
+            elif shape[-1] % BLOCK_K or shape[-2] % UNIT:
+                out[name] = self._packed(staging, _bf16_bits(rng.standard_normal(shape, np.float32) * np.float32(0.02)), gated)
+                continue
+            else:
+                out[name] = self._room(experts, *shape[-2:], gated)
+                memory = out[name].data
+            blocks = 8 * self.device.multiprocessors
+            self.launch(_random.random_normal, blocks, _random.THREADS, memory, memory.size // 8, seed, number, 0.02)
+        staging.close()
+        self.stream.synchronize()
+        return out
+
     def norm_weight(self, bits: NDArray[np.uint16]) -> DeviceArray:
         """A small weight (norm [H]; convolution [H, 3], stored as [3, H])."""
-        return self.device.to_device(np.ascontiguousarray(bits.T))
+        return self._keep(np.ascontiguousarray(bits.T))
 
     def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
+        self._kv_pages = pages
         return KVCache(self._zeros((pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD), "bf16"))
 
     def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> DeviceArray:
@@ -177,10 +259,15 @@ class CudaBackend:
         return self._zeros((taps, conv_layers, 2, hidden), "bf16")
 
     def allocate_bytes(self, nbytes: int) -> DeviceArray:
-        return self.device.allocate((nbytes,), "u8")
+        """Memory for `copy`."""
+        return self.allocate((nbytes,), "u8")
+
+    def bytes_of(self, array: DeviceArray) -> DeviceArray:
+        """An array's memory, for `copy`."""
+        return array.view((array.nbytes,), "u8")
 
     def _zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        array = self.device.allocate(shape, dtype)
+        array = self.allocate(shape, dtype)
         self.device.fill(array, 0)
         return array
 
@@ -190,13 +277,13 @@ class CudaBackend:
     def rope_tables(self, theta: float, max_position: int) -> tuple[DeviceArray, DeviceArray]:
         """cos and sin [max_position, 32], rounded to bf16."""
         cos, sin = _rope.rope_tables(theta, max_position)
-        return self.device.to_device(_bf16_bits(cos)), self.device.to_device(_bf16_bits(sin))
+        return self._keep(_bf16_bits(cos)), self._keep(_bf16_bits(sin))
 
     def copy(self, target: DeviceArray, source: DeviceArray, plan: Sequence[tuple[int, int, int]]) -> None:
         """Queue copies of bytes; plan: (offset in source, offset in target, bytes) of each run, multiples of 16."""
         if plan:
             runs, owner = self.send(np.array(plan, np.int64))
-            blocks = max(1, min(64, 512 // len(plan)))
+            blocks = max(1, 1024 // len(plan))
             self.launch(_copies.copy_runs, (len(plan), blocks), _copies.THREADS, source, target, runs, blocks)
             del owner
 
@@ -232,7 +319,7 @@ class CudaBackend:
         """Bring the device's copy of the page table up to date for `slots`."""
         if self._table is not table:
             self._table, self._table_host = table, table.copy()
-            self._table_device = self.device.to_device(table)
+            self._table_device = self._keep(table)
             self._drawn = self._zeros((len(table),), "i32")
             return
         assert self._table_host is not None and self._table_device is not None
@@ -391,7 +478,7 @@ class CudaBackend:
         residual: Activations,
     ) -> Activations:
         """r(residual + r(sum of r(weight * expert(x)))) over the chosen experts; x is `rms_norm`'s, not used before."""
-        assert isinstance(x, _Normed) and x.unfinished is not None, "the router norms its rows itself"
+        assert isinstance(x, _Normed) and x.pending, "the router norms its rows itself"
         h, norm, eps = x.claim()
         batch, rows, hidden = self._current, len(h), h.shape[1]
         experts, pairs = w13.experts, rows * top_k
@@ -425,6 +512,29 @@ class CudaBackend:
         out = self.scratch.take((len(x), weight.outputs), "f32")
         self._product(x, weight, out)
         return out
+
+    def decode_rounds(
+        self,
+        forward: Callable[[DeviceBatch], Activations],
+        tables: PenaltyTables,
+        *,
+        vocab: int,
+        page_table: NDArray[np.int32],
+        slots: int,
+        context: int,
+    ) -> DecodeRounds:
+        """Decode rounds as graphs, for up to `slots` streams of up to `context` tokens and as many draft rows again.
+
+        forward: the logits of all rows of a batch. Takes some milliseconds a bucket.
+        """
+        largest = min(BUCKETS[-1], 2 * max(slots, 8))
+        count = next(i for i, rows in enumerate(BUCKETS) if rows >= largest) + 1
+        most_ranges = -(-context // _attention.RANGE)
+        held = self._kv_pages * PAGE_ROWS // _attention.RANGE
+        ranges = min(BUCKETS[count - 1] * most_ranges, 2 * held + BUCKETS[count - 1])
+        return DecodeRounds(
+            self, forward, tables, buckets=BUCKETS[:count], vocab=vocab, page_table=page_table, ranges=ranges, most_ranges=most_ranges
+        )
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
@@ -484,6 +594,7 @@ class CudaBackend:
         if words * 4 > RESULT_BYTES:
             host = self.read(block)
         else:
+            assert self._results is not None
             host = self._results.array[: words * 4].view(np.int32)
             self.device.read(block.array, host, self.stream)
             self._ready.record(self.stream)
@@ -515,16 +626,16 @@ class _Normed(Activations):
         super().__init__(self._owner.memory, None)
         self._backend = backend
         self._given: Any = (x, weight, eps)
-        self.unfinished = self._finish
+        self.pending = True
 
     def claim(self) -> tuple[Activations, DeviceArray, float]:
         """What is to be normed, and with what; the caller queues it."""
-        given, self.unfinished, self._given = self._given, None, None
+        given, self.pending, self._given = self._given, False, None
         return given  # type: ignore[no-any-return]
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         x, weight, eps = self.claim()
-        if isinstance(x, _ExpertSum) and x.unfinished is not None:
+        if isinstance(x, _ExpertSum) and x.pending:
             x.finish_with_norm(weight, eps, self._owner)
         else:
             self._backend.launch(_norm.rms_norm, len(x), _norm.THREADS, x, weight, eps, x.shape[1], self._owner)
@@ -538,10 +649,11 @@ class _ExpertSum(Activations):
     def __init__(self, backend: CudaBackend, residual: Activations, y: Activations, place: Activations, top_k: int) -> None:
         self._owner = backend.scratch.take(residual.shape, "bf16")
         super().__init__(self._owner.memory, None)
-        self._backend, self._parts = backend, (y, place, residual, top_k)
-        self.unfinished = self._finish
+        self._backend = backend
+        self._parts: Any = (y, place, residual, top_k)
+        self.pending = True
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         y, place, residual, top_k = self._parts
         rows, hidden = self.shape
         self._backend.launch(_route.combine_experts, rows, 256, y, place, residual, top_k, hidden, self._owner)
@@ -551,27 +663,10 @@ class _ExpertSum(Activations):
         """Queue the sum and the norm of its result in one kernel."""
         y, place, residual, top_k = self._parts
         rows, hidden = self.shape
-        self.unfinished, self._parts = None, ()
+        self.pending, self._parts = False, ()
         self._backend.launch(
             _route.combine_experts_norm, rows, 256, y, place, residual, top_k, weight, eps, hidden, self._owner, normed
         )
-
-
-def split_results(block: DeviceArray, count: int, most: int) -> list[DeviceArray]:
-    """token, logprob, rank, top_ids, top_logprobs in one block of 32-bit words."""
-    out, at = [], 0
-    for shape, kind in (((count,), "i32"), ((count,), "f32"), ((count,), "i32"), ((count, most), "i32"), ((count, most), "f32")):
-        out.append(DeviceArray(block.pointer + 4 * at, shape, kind))
-        at += out[-1].size
-    return out
-
-
-def host_results(words: NDArray[np.int32], count: int, most: int) -> SampleResult:
-    """The same block on the host, copied out."""
-    words = words.copy()
-    token, logprob, rank = words[:count], words[count : 2 * count].view(np.float32), words[2 * count : 3 * count]
-    ids, best = words[3 * count : (3 + most) * count], words[(3 + most) * count :].view(np.float32)
-    return SampleResult(token, logprob, rank, ids.reshape(count, most), best.reshape(count, most))
 
 
 def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -162,6 +162,18 @@ def _gemm(
                 first = table_start(table, expert)
                 last = table_start(table, i32(expert + i32(1)))
             tile_m, tile_n = tile_place(local, height, tiles_n)
+            row = i32(first + i32(tile_m * i32(ROWS)) + i32(group * i32(64)))
+            if row >= last:  # this half of the tile is empty: only keep step
+                for _ in range(blocks_k):
+                    barrier_wait(u32(base + u32(slot) * u32(16)), parity)
+                    if lane == i32(0):
+                        barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
+                    slot = i32(slot + i32(1))
+                    if slot == i32(STAGES):
+                        slot = i32(0)
+                        parity = u32(parity ^ u32(1))
+                number = i32(number + i32(cuda.gridDim.x))
+                continue
             acc = zero()
             freed = u32(0)
             for k in range(blocks_k):
@@ -187,7 +199,7 @@ def _gemm(
             wgmma_wait_0()
             if lane == i32(0):
                 barrier_arrive(freed)
-            row = i32(first + i32(tile_m * i32(ROWS)) + i32(warp * i32(16)) + i32(lane >> i32(2)))
+            row = i32(row + i32(i32(warp & i32(3)) * i32(16)) + i32(lane >> i32(2)))
             epilogue(acc, out, out_row, columns, mode, extra, row, last, i32(tile_n * i32(COLUMNS // 16)), lane)
             number = i32(number + i32(cuda.gridDim.x))
     else:

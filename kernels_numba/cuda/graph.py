@@ -17,7 +17,7 @@ import numpy as np
 
 from ..batch import Batch, SampleResult, SampleRows
 from .driver import CudaError, DeviceArray, Event, PinnedBuffer, Stream, call
-from .inputs import CONTROLS, LISTS, DeviceBatch, count_ranges
+from .inputs import CONTROLS, LISTS, DeviceBatch, count_ranges, host_results, split_results
 
 if TYPE_CHECKING:
     from . import CudaBackend, PenaltyTables
@@ -99,11 +99,11 @@ class _Bucket:
         be = rounds.backend
         self.rows = rows
         self.layout = _Layout(rows)
-        self.block = be.device.allocate((self.layout.nbytes,), "u8")
+        self.block = be.allocate((self.layout.nbytes,), "u8")
         self.pinned = [PinnedBuffer(self.layout.nbytes) for _ in range(ROUNDS)]
         self.hosts = [self.layout.host(p.array) for p in self.pinned]
         self.words = rows * (3 + 2 * MOST_TOP)
-        self.result = be.device.allocate((self.words,), "i32")
+        self.result = be.allocate((self.words,), "i32")
         inputs = self.layout.device(self.block)
         be.device.write(self.block, self._idle())
         be.stream.synchronize()
@@ -120,8 +120,6 @@ class _Bucket:
         return block
 
     def _run(self, rounds: DecodeRounds, inputs: dict[str, DeviceArray]) -> None:
-        from . import split_results
-
         be = rounds.backend
         batch = DeviceBatch(
             self.rows, inputs["tokens"], inputs["positions"], inputs["row_segment"], inputs["seg_start"], inputs["seg_slot"],
@@ -187,8 +185,6 @@ class Round:
         return self._event.done()
 
     def result(self) -> SampleResult:
-        from . import host_results
-
         self._event.synchronize()
         every = host_results(self._host, self._bucket, MOST_TOP)
         n, most = self._count, self._most
@@ -224,9 +220,9 @@ class DecodeRounds:
         self._results = [PinnedBuffer(largest * (3 + 2 * MOST_TOP) * 4) for _ in range(ROUNDS)]
         self._events = [backend.device.event(timing=False) for _ in range(ROUNDS)]
         self._turn = 0
-        self._buckets: list[_Bucket] = []
+        self.graphs: list[_Bucket] = []
         try:
-            self._buckets = [_Bucket(self, rows) for rows in sorted(buckets)]
+            self.graphs = [_Bucket(self, rows) for rows in sorted(buckets)]
         except CudaError as error:
             _log.warning("decode rounds run without graphs (%s)", error)
 
@@ -235,14 +231,14 @@ class DecodeRounds:
         count = len(batch.tokens)
         return (
             len(rows.slot) == count
-            and any(count <= bucket.rows for bucket in self._buckets)
+            and any(count <= bucket.rows for bucket in self.graphs)
             and int(rows.top_n.max(initial=-1)) <= MOST_TOP
             and max(len(rows.bias_id), len(rows.ban_id), len(rows.ahead_id)) <= LIST_ENTRIES
             and count_ranges(batch) <= min(self.ranges, self._bucket(count).rows * self.most_ranges)
         )
 
     def _bucket(self, count: int) -> _Bucket:
-        return next(bucket for bucket in self._buckets if count <= bucket.rows)
+        return next(bucket for bucket in self.graphs if count <= bucket.rows)
 
     def launch(self, batch: Batch, rows: SampleRows, certain: np.ndarray | None = None) -> Round:
         """Queue a round that `fits`. certain [rows]: see sample.py; a row may ask for embed.FED_BACK as its token."""

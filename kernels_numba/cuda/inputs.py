@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..batch import Batch, SampleRows
+from ..batch import Batch, SampleResult, SampleRows
 from .attention import QUERIES, RANGE
 from .driver import Device, DeviceArray, Event, PinnedBuffer, Stream, call
 
@@ -107,3 +108,20 @@ def control_arrays(rows: SampleRows, certain: np.ndarray) -> list[np.ndarray]:
     lists = [getattr(rows, name) for name in LISTS]
     lists = [array if array.size else np.zeros(1, array.dtype) for array in lists]
     return [*(getattr(rows, name) for name in CONTROLS), certain, *lists, rows.top_n]
+
+
+def split_results(block: DeviceArray, count: int, most: int) -> list[DeviceArray]:
+    """token, logprob, rank, top_ids, top_logprobs in one block of 32-bit words."""
+    out, at = [], 0
+    for shape, kind in (((count,), "i32"), ((count,), "f32"), ((count,), "i32"), ((count, most), "i32"), ((count, most), "f32")):
+        out.append(DeviceArray(block.pointer + 4 * at, shape, kind))
+        at += out[-1].size
+    return out
+
+
+def host_results(words: NDArray[np.int32], count: int, most: int) -> SampleResult:
+    """The same block on the host, copied out."""
+    words = words.copy()
+    token, logprob, rank = words[:count], words[count : 2 * count].view(np.float32), words[2 * count : 3 * count]
+    ids, best = words[3 * count : (3 + most) * count], words[(3 + most) * count :].view(np.float32)
+    return SampleResult(token, logprob, rank, ids.reshape(count, most), best.reshape(count, most))

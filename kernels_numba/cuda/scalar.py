@@ -170,6 +170,7 @@ def _simulated() -> dict[str, Any]:
         "larger": single(np.fmax),
         "exp2_approx": single(np.exp2),
         "log2_approx": single(np.log2),
+        "cosine": single(np.cos),
         "bf16_bits": bf16_bits,
         "high_product": lambda a, b: np.uint64(int(a) * int(b) >> 64),
         "to_weight": lambda x: np.uint64(int(np.float64(x) * 2.0**40)),
@@ -195,6 +196,7 @@ sqrt = instruction("sqrt.rn.f32 $0, $1;", "f", "f")  # [9.7.3.14]
 larger = instruction("max.f32 $0, $1, $2;", "ff", "f")  # [9.7.3.12] a number rather than a NaN
 exp2_approx = instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f")  # [9.7.3.20] 2 units in the last place
 log2_approx = instruction("lg2.approx.f32 $0, $1;", "f", "f")  # [9.7.3.19]
+cosine = instruction("cos.approx.f32 $0, $1;", "f", "f")  # [9.7.3.18]
 bf16_bits = instruction("cvt.rn.bf16.f32 $0, $1;", "f", "h")  # [9.7.9.22]
 pack = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "ff", "r")  # [9.7.9.22] the first in the low half
 high_product = instruction("mul.hi.u64 $0, $1, $2;", "ll", "l")  # [9.7.1.3]

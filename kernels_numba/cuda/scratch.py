@@ -9,7 +9,7 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 
-from .driver import ITEM_BYTES, CudaOutOfMemory, Device, DeviceArray
+from .driver import ITEM_BYTES, CudaOutOfMemory, DeviceArray
 
 ALIGN = 256
 
@@ -17,9 +17,9 @@ ALIGN = 256
 class Scratch:
     """One block of device memory, handed out first fit."""
 
-    def __init__(self, device: Device, nbytes: int) -> None:
-        self.nbytes = nbytes // ALIGN * ALIGN
-        self._memory = device.allocate((self.nbytes,), "u8")
+    def __init__(self, memory: DeviceArray) -> None:
+        self.nbytes = memory.nbytes // ALIGN * ALIGN
+        self._memory = memory
         self._free = [(0, self.nbytes)]  # (offset, bytes), ascending, never adjacent
 
     @property
@@ -50,16 +50,16 @@ class Scratch:
 class Activations:
     """An array in scratch memory, given back when nobody refers to it any more.
 
-    A slice keeps the whole. `unfinished`, where set, queues what completes the array (see CudaBackend.moe).
+    A slice keeps the whole. While it is `pending`, `finish` has yet to queue what fills the array (see CudaBackend.moe).
     """
 
-    __slots__ = ("__weakref__", "_array", "_release", "_whole", "unfinished")
+    __slots__ = ("__weakref__", "_array", "_release", "_whole", "pending")
 
     def __init__(self, array: DeviceArray, release: Callable[[], None] | None, whole: Activations | None = None) -> None:
         self._array = array
         self._release = release
         self._whole = whole
-        self.unfinished: Callable[[], None] | None = None
+        self.pending = False
 
     def __del__(self) -> None:
         if self._release is not None:
@@ -68,10 +68,13 @@ class Activations:
     @property
     def array(self) -> DeviceArray:
         """The memory, complete in the order of the stream."""
-        if self.unfinished is not None:
-            finish, self.unfinished = self.unfinished, None
-            finish()
+        if self.pending:
+            self.pending = False
+            self.finish()
         return self._array
+
+    def finish(self) -> None:
+        """Queue what fills the array."""
 
     @property
     def memory(self) -> DeviceArray:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 
 from kernels_numba.batch import PAGE_ROWS, RING_ROWS
 from lfm2serve.config import ModelConfig
+from lfm2serve.devices import GIB, Target, scratch_bytes
 from lfm2serve.errors import MemoryPlanError
 from lfm2serve.memory.pages import SLACK_ROWS, pages_for
 from lfm2serve.memory.snapshots import SNAPSHOT_PAGE
 from lfm2serve.options import EngineOptions
 
-GIB = 1 << 30
-CPU_STATES_BYTES = 2 * GIB  # pages and kept states together, unless a limit is set
 POOL_SHARE = 0.7  # of what weights and scratch leave; the rest is for kept states
-LARGEST_CHUNK = 512  # rows of a prompt step on the CPU: past that a product gains nothing
-LOGIT_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +64,21 @@ class MemoryPlan:
         return {**asdict(self), "pool": self.pool, "total": self.total}
 
 
-def machine_bytes() -> int:
-    """Physical memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, target: Target) -> MemoryPlan:
+    """Divide a device's memory. MemoryPlanError names the flag to change where something can't fit.
 
-
-def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, memory: int | None = None) -> MemoryPlan:
-    """Divide the memory. MemoryPlanError names the flag to change where something can't fit.
-
-    weight_bytes: of the loaded weights; memory: bytes of the machine (default: this one's).
+    weight_bytes: of the loaded weights.
     """
     width = 4 if options.dtype == "float32" else 2
-    memory = machine_bytes() if memory is None else memory
     limit = None if options.memory_limit_gib is None else int(options.memory_limit_gib * GIB)
     slots = options.max_streams
     page_bytes = PAGE_ROWS * config.kv_bytes_per_token(width)
     conv_states = len(config.conv_layers) * slots * RING_ROWS * config.hidden_size * width
-    scratch = _scratch_bytes(config, options)
+    scratch = scratch_bytes(target, config, options)
     fixed = weight_bytes + scratch + conv_states
-    budget = CPU_STATES_BYTES if limit is None else limit - fixed
+    if limit is None and target.states_bytes is None:
+        limit = target.memory
+    budget = limit - fixed if limit is not None else target.states_bytes or 0
     if limit is not None and budget < page_bytes:
         raise MemoryPlanError(
             f"--memory-limit-gib {limit / GIB:.2f}: weights, scratch and conv states take {fixed / GIB:.2f} GiB and a page "
@@ -110,10 +102,10 @@ def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, me
         asked = max(0, budget - pages * page_bytes) if options.kv_pages else int(budget * (1 - POOL_SHARE))
     cache = asked // SNAPSHOT_PAGE * SNAPSHOT_PAGE
     plan = MemoryPlan(limit, weight_bytes, scratch, conv_states, page_bytes, pages, range_pages, cache, context, slots)
-    if plan.total > memory:
+    if plan.total > target.memory:
         raise MemoryPlanError(
-            f"{plan.total / GIB:.2f} GiB are needed ({weight_bytes / GIB:.2f} of weights) and the machine has "
-            f"{memory / GIB:.2f}: lower --memory-limit-gib, --kv-pages or --max-streams, or take a smaller model"
+            f"{plan.total / GIB:.2f} GiB are needed ({weight_bytes / GIB:.2f} of weights) and {target.name} has "
+            f"{target.memory / GIB:.2f}: lower --memory-limit-gib, --kv-pages or --max-streams, or take a smaller model"
         )
     return plan
 
@@ -136,15 +128,3 @@ def _context(config: ModelConfig, options: EngineOptions, pages: int) -> tuple[i
             f"--kv-pages"
         )
     return context, pages_for(context + SLACK_ROWS)
-
-
-def _scratch_bytes(config: ModelConfig, options: EngineOptions) -> int:
-    """Activations of the largest step (float32), logits, rope tables."""
-    rows = max(options.prompt_chunk or LARGEST_CHUNK, options.max_streams)
-    hidden = config.hidden_size
-    widest = max(3 * hidden, config.qkv_rows, 3 * config.intermediate_size)
-    if config.num_experts:
-        widest = max(widest, config.num_experts_per_tok * (3 * config.moe_intermediate_size + hidden))
-    logits = max(options.max_streams, LOGIT_ROWS) * config.vocab_size * 4 * 2
-    tables = 2 * (options.context or config.max_position_embeddings) * 32 * 4
-    return rows * (4 * hidden + widest) * 4 + logits + tables

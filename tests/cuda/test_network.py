@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import pytest
 from kernels_numba.batch import PAGE_ROWS, Batch, SampleRows
 from kernels_numba.cuda import CudaBackend
 from kernels_numba.cuda.embed import FED_BACK
-from kernels_numba.cuda.graph import DecodeRounds
 from lfm2serve.checkpoint import Checkpoint
+from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
 
 pytestmark = pytest.mark.gpu
@@ -34,14 +33,11 @@ class Network:
         kinds = {"bf16": np.uint16, "f32": np.float32}
         tensors = checkpoint.load(lambda _, shape, dtype: np.empty(shape, kinds[dtype]))
         self.backend = be = CudaBackend(scratch_bytes=256 << 20)
-        self.model = Model(config, be.upload(tensors), be, max_rows=PAGES * PAGE_ROWS)  # type: ignore[arg-type]
+        self.model = Model(config, tensors, be, max_rows=PAGES * PAGE_ROWS)
+        self.states = StreamStates(config, be, slots=SLOTS, pages=SLOTS * PAGES, max_rows=PAGES * PAGE_ROWS, snapshot_pages=2)
         pages = np.random.default_rng(5).permutation(SLOTS * PAGES).astype(np.int32).reshape(SLOTS, PAGES)
-        self.page_table = pages
-        self.states = SimpleNamespace(
-            kv=be.allocate_kv(pages.size, len(config.attention_layers), config.num_key_value_heads),
-            ring=be.allocate_ring(len(config.conv_layers), SLOTS, config.hidden_size),
-            taps=be.allocate_taps(4, len(config.conv_layers), config.hidden_size),
-        )
+        self.page_table = self.states.page_table
+        self.page_table[:] = pages
         self.tables = be.penalty_tables(SLOTS, config.vocab_size)
         self.poison()
 
@@ -65,9 +61,8 @@ class Network:
     def logits(self, segments: Sequence[tuple[int, int, Sequence[int]]], taps: Sequence[int] | None = None) -> np.ndarray:
         """Logits of every row."""
         rows = None if taps is None else np.array(taps, np.int32)
-        batch: Any = self.backend.begin(self.batch(segments), rows)
-        h = self.model.forward(batch, self.states, rows)  # type: ignore[arg-type]
-        return self.backend.read(self.model.logits(h))  # type: ignore[arg-type]
+        h = self.model.forward(self.batch(segments), self.states, rows)
+        return self.backend.read(self.model.logits(h))
 
     def in_chunks(self, slot: int, ids: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
         out, at = [], 0
@@ -145,11 +140,12 @@ def test_decode_rounds_in_graphs_equal_eager_ones(network: Network) -> None:
     be, vocab = network.backend, network.config.vocab_size
 
     def forward(batch: Any) -> Any:
-        return network.model.logits(network.model.forward(be.begin(batch), network.states))  # type: ignore[arg-type]
+        return network.model.logits(network.model.forward(batch, network.states))
 
-    rounds = DecodeRounds(
-        be, forward, network.tables, buckets=(1, 4, 8), vocab=vocab, page_table=network.page_table, ranges=64, most_ranges=12
+    rounds = be.decode_rounds(
+        forward, network.tables, vocab=vocab, page_table=network.page_table, slots=SLOTS, context=PAGES * PAGE_ROWS
     )
+    assert len(rounds.graphs) > 3
     prompts = [rng.integers(0, vocab, n).tolist() for n in (600, 1, 40, 127, 255)]
     # fed back on the device, several streams at once, penalties counted there
     controls: dict[str, Any] = {

@@ -12,6 +12,7 @@ from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.config import GenerationDefaults, ModelConfig
 from lfm2serve.counters import CacheStats, EngineCounters, EngineStats
+from lfm2serve.devices import find_device
 from lfm2serve.errors import EngineDead, Lfm2Error
 from lfm2serve.memory.pages import Census
 from lfm2serve.memory.plan import make_plan
@@ -172,7 +173,7 @@ def fake_runtime(path: Path) -> Runtime:
         tokenizer=tokenizer,
         template=ChatTemplate.from_dir(path, tokenizer),
         generation=GenerationDefaults.from_dir(path),
-        plan=make_plan(config, EngineOptions(), weight_bytes=0),
+        plan=make_plan(config, EngineOptions(), weight_bytes=0, target=find_device(EngineOptions(device="cpu"))),
         engine=FakeEngine(tokenizer.size, eos),  # type: ignore[arg-type]
     )
 

@@ -1,0 +1,88 @@
+"""Where a model runs: the device that was asked for, what it has, and its backend."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from lfm2serve.backend import Backend
+from lfm2serve.config import ModelConfig
+from lfm2serve.errors import DeviceError
+from lfm2serve.options import EngineOptions
+
+GIB = 1 << 30
+CPU_STATES_BYTES = 2 * GIB  # pages and kept states together, unless a limit is set
+GPU_RESERVE_BYTES = 3 * GIB // 2  # for the driver, compiled kernels and graphs, and whoever else needs a little
+CPU_CHUNK = 512  # rows of a prompt step: past that a product gains nothing
+GPU_CHUNK = 8192
+LOGIT_ROWS = 64
+ATTENTION_RANGE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device to plan for. memory: bytes that may be used; states_bytes: of pages and kept states together where the
+    user sets no limit (None: whatever is left); chunk: most rows of a prompt step."""
+
+    kind: str
+    name: str
+    memory: int
+    states_bytes: int | None
+    chunk: int
+    gpu: int = 0
+
+
+def find_device(options: EngineOptions) -> Target:
+    """The device that `options` ask for; "auto" takes a GPU where one can run the kernels.
+
+    DeviceError: no such device, no driver, or a GPU below compute capability 8.0.
+    """
+    if options.device != "cpu":
+        from kernels_numba.cuda.driver import CudaError, Device, device_count
+
+        if device_count() > 0 and (options.device == "cuda" or options.dtype != "float32"):
+            try:
+                device = Device.open(options.gpu)
+            except CudaError as error:
+                raise DeviceError(f"device cuda: {error}") from error
+            if options.dtype == "float32":
+                raise DeviceError("dtype float32 runs on the CPU only; use --device cpu")
+            memory = device.free_bytes() - GPU_RESERVE_BYTES
+            return Target("cuda", device.name, memory, None, GPU_CHUNK, options.gpu)
+        if options.device == "cuda":
+            raise DeviceError("device cuda: no NVIDIA driver or no GPU here; use --device cpu or auto")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Target("cpu", "CPU", memory, CPU_STATES_BYTES, CPU_CHUNK)
+
+
+def scratch_bytes(target: Target, config: ModelConfig, options: EngineOptions) -> int:
+    """Activations of the largest step, logits, rope tables."""
+    rows = max(options.prompt_chunk or target.chunk, options.max_streams)
+    logit_rows = max(options.max_streams, LOGIT_ROWS)
+    positions = options.context or config.max_position_embeddings
+    tables = 2 * positions * 32 * 4
+    pairs = config.num_experts_per_tok if config.num_experts else 0
+    if target.kind == "cuda":
+        from kernels_numba.cuda import scratch_need
+
+        ranges = options.max_streams * 4 + positions // ATTENTION_RANGE * 8
+        return tables + scratch_need(
+            rows, hidden=config.hidden_size, qkv=config.qkv_rows, features=config.intermediate_size, pairs=pairs,
+            expert_features=config.moe_intermediate_size, logit_rows=logit_rows, vocab=config.vocab_size, ranges=ranges,
+            heads=config.num_attention_heads,
+        )  # fmt: skip
+    hidden = config.hidden_size
+    widest = max(3 * hidden, config.qkv_rows, 3 * config.intermediate_size)
+    widest = max(widest, pairs * (3 * config.moe_intermediate_size + hidden))
+    return rows * (4 * hidden + widest) * 4 + 2 * logit_rows * config.vocab_size * 4 + tables
+
+
+def open_backend(target: Target, options: EngineOptions, scratch: int) -> Backend:
+    """The backend of a device; `scratch`: bytes that a step may use."""
+    if target.kind == "cuda":
+        from kernels_numba.cuda import CudaBackend
+
+        return CudaBackend(target.gpu, scratch_bytes=scratch)
+    from kernels_numba.cpu import CpuBackend
+
+    return CpuBackend("float32" if options.dtype == "float32" else "bfloat16", options.threads)

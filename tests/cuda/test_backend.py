@@ -1,0 +1,135 @@
+"""What the CUDA backend queues, without a GPU: arguments that fit the kernels, few kernels a layer, no memory kept."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kernels_numba.cuda as backend_module
+from kernels_numba.batch import SampleRows
+from kernels_numba.cuda import graph, inputs
+from kernels_numba.cuda.driver import CudaOutOfMemory
+from kernels_numba.cuda.scratch import Scratch
+from tests.cuda.recorder import Recorder
+from tests.cuda.test_network import NAMES, SLOTS, Network, greedy
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    device = Recorder()
+
+    class Pinned:
+        def __init__(self, nbytes: int) -> None:
+            self.pointer, self.array = 0, np.zeros(nbytes, np.uint8)
+
+    def call(function: str, *arguments: Any) -> Any:
+        device.launched.append(function)
+
+    staging = SimpleNamespace(upload=lambda to, array: None, stream=None, finish=lambda: None, close=lambda: None)
+    monkeypatch.setattr(backend_module, "Device", SimpleNamespace(open=lambda ordinal: device))
+    monkeypatch.setattr(backend_module, "Staging", lambda device: staging)
+    for module in (backend_module, inputs, graph):
+        monkeypatch.setattr(module, "PinnedBuffer", Pinned)
+    for module in (inputs, graph):
+        monkeypatch.setattr(module, "call", call)
+    return device
+
+
+@pytest.fixture(params=NAMES)
+def network(request: pytest.FixtureRequest, recorder: Recorder) -> Network:
+    return Network(request.param)
+
+
+def test_scratch_is_handed_out_once_and_comes_back(recorder: Recorder) -> None:
+    scratch = Scratch(recorder.allocate((4096,), "u8"))
+    a, b, c = (scratch.take((300,), "f32") for _ in range(3))
+    assert len({x.memory.pointer for x in (a, b, c)}) == 3 and scratch.free_bytes == 4096 - 3 * 1280
+    middle = b.memory.pointer
+    part = b.part(1, 3)
+    del b
+    assert scratch.free_bytes == 4096 - 3 * 1280, "a part keeps the whole"
+    del part
+    again = scratch.take((310,), "f32")
+    assert again.memory.pointer == middle
+    with pytest.raises(CudaOutOfMemory, match="a step needs"):
+        scratch.take((300,), "f32")
+    del a, c, again
+    assert scratch.take((1024,), "f32").memory.nbytes == 4096
+
+
+def test_steps_queue_what_the_kernels_take_and_keep_no_memory(network: Network, recorder: Recorder) -> None:
+    be, config = network.backend, network.config
+    for segments, taps in (
+        ([(0, 0, [1] * 40), (1, 0, [2])], [5]),
+        ([(0, 40, [1]), (1, 1, [2])], None),
+        ([(0, 41, [1] * 9)], [8]),
+    ):
+        recorder.launched.clear()
+        network.logits(segments, taps)
+        counts = Counter(recorder.launched)
+        layers = config.num_hidden_layers
+        assert counts["conv_taps"] == (len(config.conv_layers) if taps else 0)
+        assert counts["short_conv"] == len(config.conv_layers)
+        moe = layers - config.num_dense_layers if config.num_experts else 0
+        assert counts["norm_route"] == moe and counts["combine_experts"] == 0
+        assert counts["rms_norm"] + counts["combine_experts_norm"] == layers + (layers - moe) + 1
+        assert counts["combine_experts_norm"] == moe
+        assert be.scratch.free_bytes > be.scratch.nbytes - 4096  # the batch stays until the next
+    h = network.model.forward(network.batch([(0, 50, [1, 2])]), network.states)
+    del h  # nobody wants the logits
+    assert be.scratch.free_bytes > be.scratch.nbytes - 4096
+
+
+def test_sampling_queues_what_the_kernel_takes(network: Network, recorder: Recorder) -> None:
+    be, vocab = network.backend, network.config.vocab_size
+    logits = be.scratch.take((3, vocab), "f32")
+    plain = greedy(3, [2, 0, 1], vocab)
+    penal = plain._replace(repetition=np.array([1, 1.1, 1], np.float32), top_n=np.array([-1, 3, 0], np.int32))
+    for rows in (plain, penal, penal._replace(prompt_seen=network.tables, output_count=network.tables)):
+        result = be.sample(logits, rows)
+        assert result.token.shape == (3,) and result.top_ids.shape == (3, max(0, rows.top_n.max()))
+    network.tables.open(2, [1, 2, 3])
+    network.tables.record(2, 7)
+    network.tables.flush()
+    assert recorder.launched[-3:].count("count_tokens") == 1 and "mark_tokens" in recorder.launched
+    found = be.token_logprobs(logits, np.zeros(3, np.int32), np.array([2, 2, 2], np.int32), vocab)
+    assert found[2].shape == (3, 2)
+    del logits
+    assert be.scratch.free_bytes == be.scratch.nbytes
+
+
+def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, recorder: Recorder) -> None:
+    be, vocab = network.backend, network.config.vocab_size
+
+    def forward(batch: Any) -> Any:
+        return network.model.logits(network.model.forward(batch, network.states))
+
+    rounds = graph.DecodeRounds(
+        be, forward, network.tables, buckets=(1, 4), vocab=vocab, page_table=network.page_table, ranges=64, most_ranges=12
+    )
+    batch = network.batch([(3, 130, [5]), (0, 7, [6, 7])])
+    starts = np.array([0, 1, 1, 1], np.int32)
+    rows: SampleRows = greedy(
+        3, [3, 0, 0], vocab, bias_start=starts, bias_id=np.array([9], np.int32), bias_value=np.array([2], np.float32)
+    )
+    assert rounds.fits(batch, rows) and not rounds.fits(batch, greedy(2, [3, 0], vocab))
+    assert not rounds.fits(batch, rows._replace(top_n=np.full(3, 21, np.int32)))
+    assert not rounds.fits(network.batch([(0, 0, [1] * 5)]), greedy(5, [0] * 5, vocab))
+    recorder.launched.clear()
+    result = rounds.run(batch, rows)
+    assert recorder.launched.count("cuGraphLaunch") == 1 and result.token.shape == (3,)
+    bucket = rounds.graphs[1]
+    host = bucket.hosts[0]
+    assert host["tokens"].tolist() == [5, 6, 7, 0] and host["positions"].tolist() == [130, 7, 8, 0]
+    assert host["row_segment"].tolist() == [0, 1, 1, 2] and host["seg_start"][:4].tolist() == [0, 1, 3, 4]
+    assert host["seg_slot"][:3].tolist() == [3, 0, -1] and host["slot"].tolist() == [3, 0, 0, -1]
+    assert host["bias_start"].tolist() == [0, 1, 1, 1, 1] and host["bias_id"][0] == 9
+    rounds.run(network.batch([(5, 0, [1]), (4, 0, [1])]), greedy(2, [5, 4], vocab))
+    rounds.run(network.batch([(2, 0, [1]), (4, 0, [1])]), greedy(2, [2, 4], vocab))
+    assert host["seg_slot"][:3].tolist() == [2, 4, -1] and host["slot"].tolist() == [2, 4, -1, -1]
+    assert not host["bias_start"].any() and host["row_segment"].tolist() == [0, 1, 2, 2]
+    assert len(network.page_table) == SLOTS
