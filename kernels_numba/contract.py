@@ -79,9 +79,7 @@ def read(path: Path = CONTRACT) -> list[Row]:
     with path.open(newline="") as file:
         lines = csv.DictReader(file, delimiter="\t")
         return [
-            Row(
-                line["kernel"], line["architecture"], *(int(line[c]) for c in COLUMNS[2:7]), line["compiler"]
-            )  # fmt: skip
+            Row(line["kernel"], line["architecture"], *(int(line[c]) for c in COLUMNS[2:7]), line["compiler"])
             for line in lines
         ]
 
@@ -94,7 +92,10 @@ def write(rows: list[Row], path: Path = CONTRACT) -> None:
 
 
 def compare(found: list[Row], recorded: list[Row], *, complete: bool = True) -> tuple[list[str], list[str]]:
-    """Faults, and differences that another compiler release explains. complete: `found` should hold every recorded row."""
+    """Faults, and differences that another compiler release explains.
+
+    complete: `found` should hold every recorded row.
+    """
     faults, notes = [], []
     known = {(row.kernel, row.architecture): row for row in recorded}
     for row in found:
@@ -112,7 +113,10 @@ def compare(found: list[Row], recorded: list[Row], *, complete: bool = True) -> 
                 (faults if same else notes).append(f"{where}: {name} {was} recorded, {now} now ({row.compiler})")
     if complete:
         gone = set(known) - {(row.kernel, row.architecture) for row in found}
-        faults += [f"{kernel} on {architecture}: recorded, but there is no such kernel" for kernel, architecture in sorted(gone)]
+        faults += [
+            f"{kernel} on {architecture}: recorded, but there is no such kernel"
+            for kernel, architecture in sorted(gone)
+        ]
     return faults, notes
 
 

@@ -38,7 +38,8 @@ class SamplingFlags:
 
 
 HELP = {
-    "device": "auto, cpu or cuda; auto takes the CPU, cuda is refused by this version.",
+    "device": "auto, cpu or cuda; auto takes a GPU where there is one.",
+    "gpu": "Which GPU, counted from 0.",
     "dtype": "Of activations and K/V: auto (bfloat16), bfloat16 or float32.",
     "context": "Longest prompt + reply, in tokens.",
     "max_streams": "Replies that run at once; more wait in line.",
@@ -64,7 +65,7 @@ UNSET = {  # what a flag without a value in its dataclass means, for --help
     "context": "what the model and the pages allow",
     "kv_pages": "from the memory plan",
     "prompt_chunk": "chosen by --max-gap-ms",
-    "memory_limit_gib": "weights + 2 GiB",
+    "memory_limit_gib": "on a CPU weights + 2 GiB, on a GPU what is free",
     "prompt_cache_gib": "from the memory plan",
     "threads": "all cores",
     "seed": "drawn anew",

@@ -56,7 +56,7 @@ class Keeper:
             stream.metrics.cache_missed = found.missed
             if found.state is not None:
                 pinned = self._resume(stream, found.state, tokens)
-            if found.shared:
+            if found.shared and not stream.background:
                 marks.setdefault(found.shared, Mark.SHARED)
         ahead = [(at, mark) for at, mark in marks.items() if stream.rows_done < at <= stream.prompt_len]
         for at, mark in sorted(ahead, key=lambda entry: (entry[1].rank, -entry[0]))[:MAX_MARKS]:
@@ -175,6 +175,5 @@ class Keeper:
 
     def clear(self) -> int:
         """Drop every kept state that isn't in use; returns how many."""
-        for stream_id in list(self._pending):
-            self.forget(stream_id)
+        self._pending.clear()
         return self.cache.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +141,12 @@ class CpuBackend:
     def upload(self, tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
         """A checkpoint's weights as the operations take them: as they are."""
         return tensors
+
+    def random_weights(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+        """Nothing: the caller makes them in host memory."""
+
+    def free(self, array: Any) -> None:
+        """Nothing: an array's memory goes with it."""
 
     def penalty_tables(self, slots: int, width: int) -> PenaltyTables:
         return PenaltyTables(slots, width)

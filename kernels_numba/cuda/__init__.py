@@ -555,12 +555,11 @@ class CudaBackend:
         del owner, owners
         return out
 
-    def _tables(self, rows: SampleRows, used: NDArray[np.int32]) -> tuple[SampleRows, DeviceArray, DeviceArray, list[Any]]:
+    def _tables(self, rows: SampleRows, used: NDArray[np.int32]) -> tuple[SampleRows, DeviceArray | None, DeviceArray | None, list[Any]]:
         """Host tables: the rows of slots that need them, sent along; `slot` then counts those."""
         slots = np.unique(used[used >= 0])
         if not len(slots):
-            none = self._no_bias
-            return rows._replace(slot=np.zeros_like(rows.slot)), none, none, []
+            return rows._replace(slot=np.zeros_like(rows.slot)), None, None, []
         moved = np.searchsorted(slots, np.where(used >= 0, rows.slot, slots[0])).astype(np.int32)
         seen, counts, owner = self.send(rows.prompt_seen[slots], rows.output_count[slots])
         return rows._replace(slot=moved), seen, counts, [owner]
@@ -575,8 +574,8 @@ class CudaBackend:
         logits: Activations,
         vocab: int,
         controls: Sequence[DeviceArray],
-        seen: DeviceArray,
-        counts: DeviceArray,
+        seen: DeviceArray | None,
+        counts: DeviceArray | None,
         most: int,
         result: Sequence[DeviceArray],
     ) -> None:

@@ -134,7 +134,13 @@ def kernel(
 
     def decorate(function: Callable[..., None]) -> Kernel:
         made = Kernel(
-            name or function.__name__, function, tuple(arguments.split()), threads, blocks, dynamic_shared, architectures
+            name or function.__name__,
+            function,
+            tuple(arguments.split()),
+            threads,
+            blocks,
+            dynamic_shared,
+            architectures,
         )
         if made.name in KERNELS:
             raise ValueError(f"two kernels are named {made.name}")

@@ -2,8 +2,8 @@
 
 One block a multiprocessor, three roles. The weight warp streams the block's units of weights through a ring of shared
 memory by bulk copies; it needs nothing of the kernel before and so begins early. The row warps bring the same k of the
-activations by cp.async. A consumer warp owns some rows of one unit (16 outputs a row) of a round and adds in ascending k,
-with the next fragments on their way. With experts, a group is up to ROWS rows of one expert, and a round is of one group.
+activations by cp.async. A consumer warp owns some rows of one unit (16 outputs a row) of a round and adds in ascending
+k, with the next fragments on their way. With experts, a group is up to ROWS rows of one, and a round is of one group.
 """
 
 from __future__ import annotations
@@ -15,11 +15,42 @@ from numba import cuda
 
 from .compiler import BULK, Kernel, kernel
 from .functions import pack
-from .products import RESIDUAL, SCALED, SWIGLU, TABLE_BYTES, add_pair, find_expert, group_table, residual_pair, row_weight
-from .products import scale_pair, store_pair, swiglu_pair, table_groups, table_start
-from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait
-from .ptx import bulk_copy_hinted, cp_async_16, cp_async_arrive, dependency_wait, dependents_start, divide, evict_first
-from .ptx import ldmatrix_x2, ldmatrix_x4, load_fresh, mma, shared_address
+from .products import (
+    RESIDUAL,
+    SCALED,
+    SWIGLU,
+    TABLE_BYTES,
+    add_pair,
+    find_expert,
+    group_table,
+    residual_pair,
+    row_weight,
+    scale_pair,
+    store_pair,
+    swiglu_pair,
+    table_groups,
+    table_start,
+)
+from .ptx import (
+    async_fence,
+    barrier_arrive,
+    barrier_expect,
+    barrier_init,
+    barrier_init_fence,
+    barrier_wait,
+    bulk_copy_hinted,
+    cp_async_16,
+    cp_async_arrive,
+    dependency_wait,
+    dependents_start,
+    divide,
+    evict_first,
+    ldmatrix_x2,
+    ldmatrix_x4,
+    load_fresh,
+    mma,
+    shared_address,
+)
 from .scalar import device, shuffle_xor
 from .unroll import registers, static, unrolled
 
@@ -54,8 +85,8 @@ def advance(slot, parity, stages):
 
 
 def _ring(
-    x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather, warps, stages,
-    early,
+    x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather, warps,
+    stages, early,
 ):  # fmt: skip
     base = u32(u32(shared_address(cuda.shared.array(0, np.uint8)) + u32(127)) & u32(0xFFFFFF80))
     tid = i32(cuda.threadIdx.x)
@@ -168,7 +199,8 @@ def _ring(
         here = i32(i32(i32(lane & i32(3)) * i32(2)) + i32(i32(lane >> i32(2)) & i32(1)))
         pair = i32(i32(lane >> i32(3)) * i32(2))
     else:
-        # weights are the 8-row operand, twice: row l % 8 of half l / 16, piece (l / 8) % 2; activations: row l % 16, piece l / 16
+        # weights are the 8-row operand, twice: row l % 8 of half l / 16, piece (l / 8) % 2
+        # activations are the 16-row one: row l % 16, piece l / 16
         wo = u32(u32(lane >> i32(4)) * u32(1024) + u32(lane & i32(7)) * u32(128))
         wo = u32(wo + u32(u32(u32(lane >> i32(3)) & u32(1)) ^ u32(lane & i32(7))) * u32(16))
         xo = u32(u32(lane & i32(15)) * u32(X_PITCH) + u32(lane >> i32(4)) * u32(16))
@@ -186,7 +218,7 @@ def _ring(
         taken = min(warps, i32(stop - unit), i32(units - tile))
         unit = i32(unit + taken)
         if i32(warp // i32(SPLIT)) >= taken:  # nothing to do but to keep step
-            for c in range(chunks):
+            for _ in range(chunks):
                 barrier_wait(u32(base + u32(slot) * u32(16)), parity)
                 if lane == i32(0):
                     barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
@@ -201,17 +233,19 @@ def _ring(
         mine = i32(tile + i32(warp // i32(SPLIT)))
         acc = registers(8 * MT, np.float32(0.0))
         kept = registers(4 * MT, u32(0))
+        factor = registers(2 * MT, np.float32(0.0))
         fa = registers(16 * MT, u32(0))
         fb = registers(16, u32(0))
-        if mode == RESIDUAL:  # asked for early, needed at the end
-            for m in static(MT):
-                for h in static(HALVES):
-                    row = i32(first + i32(m * 16 + h * 8) + here)
-                    if row < last:
-                        for t in static(2):
-                            column = i32(mine * i32(16) + i32(t * 8) + pair)
-                            if column < columns:
-                                kept[4 * m + 2 * h + t] = residual_pair(extra, out_row, columns, row, column)
+        for m in static(MT):  # what the end needs is asked for early
+            for h in static(HALVES):
+                row = i32(first + i32(m * 16 + h * 8) + here)
+                if row < last and mode == SCALED:
+                    factor[2 * m + h] = row_weight(extra, row)
+                if row < last and mode == RESIDUAL:
+                    for t in static(2):
+                        column = i32(mine * i32(16) + i32(t * 8) + pair)
+                        if column < columns:
+                            kept[4 * m + 2 * h + t] = residual_pair(extra, out_row, columns, row, column)
         barrier_wait(u32(base + u32(slot) * u32(16)), parity)
         wa = u32(ring + u32(slot) * stage_size + wo)
         xa = u32(ring + u32(slot) * stage_size + xo)
@@ -234,7 +268,9 @@ def _ring(
             for q in static(4):
                 if q < 3:
                     for s in static(2):
-                        r = ldmatrix_x4(u32(u32(wa ^ u32(((2 * (q + 1) + s) & 3) * 32)) + u32(((2 * (q + 1) + s) >> 2) * 2048)))
+                        r = ldmatrix_x4(
+                            u32(u32(wa ^ u32(((2 * (q + 1) + s) & 3) * 32)) + u32(((2 * (q + 1) + s) >> 2) * 2048))
+                        )
                         for i in static(4):
                             fb[4 * ((q + 1) % 2 * 2 + s) + i] = r[i]
                         if ROWS > 8:
@@ -268,7 +304,8 @@ def _ring(
                 for s in static(2):
                     if ROWS == 8:
                         d = mma(
-                            fb[4 * (q % 2 * 2 + s)], fb[4 * (q % 2 * 2 + s) + 1], fb[4 * (q % 2 * 2 + s) + 2], fb[4 * (q % 2 * 2 + s) + 3],
+                            fb[4 * (q % 2 * 2 + s)], fb[4 * (q % 2 * 2 + s) + 1],
+                            fb[4 * (q % 2 * 2 + s) + 2], fb[4 * (q % 2 * 2 + s) + 3],
                             fa[2 * (q % 2 * 2 + s)], fa[2 * (q % 2 * 2 + s) + 1], acc[0], acc[1], acc[2], acc[3],
                         )  # fmt: skip
                         for i in static(4):
@@ -280,7 +317,8 @@ def _ring(
                                     fa[4 * (MT * (q % 2 * 2 + s) + m) + 0], fa[4 * (MT * (q % 2 * 2 + s) + m) + 1],
                                     fa[4 * (MT * (q % 2 * 2 + s) + m) + 2], fa[4 * (MT * (q % 2 * 2 + s) + m) + 3],
                                     fb[4 * (q % 2 * 2 + s) + 2 * t], fb[4 * (q % 2 * 2 + s) + 2 * t + 1],
-                                    acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
+                                    acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1],
+                                    acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
                                 )  # fmt: skip
                                 for i in static(4):
                                     acc[8 * m + 4 * t + i] = d[i]
@@ -303,8 +341,8 @@ def _ring(
                             fa[4 * m + i] = r[i]
                 if ROWS == 8:
                     d = mma(
-                        fb[4 * (0)], fb[4 * (0) + 1], fb[4 * (0) + 2], fb[4 * (0) + 3],
-                        fa[2 * (0)], fa[2 * (0) + 1], acc[0], acc[1], acc[2], acc[3],
+                        fb[0], fb[1], fb[2], fb[3],
+                        fa[0], fa[1], acc[0], acc[1], acc[2], acc[3],
                     )  # fmt: skip
                     for i in static(4):
                         acc[i] = d[i]
@@ -312,10 +350,11 @@ def _ring(
                     for m in static(MT):
                         for t in static(2):
                             d = mma(
-                                fa[4 * (MT * (0) + m) + 0], fa[4 * (MT * (0) + m) + 1],
-                                fa[4 * (MT * (0) + m) + 2], fa[4 * (MT * (0) + m) + 3],
-                                fb[4 * (0) + 2 * t], fb[4 * (0) + 2 * t + 1],
-                                acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1], acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
+                                fa[4 * m + 0], fa[4 * m + 1],
+                                fa[4 * m + 2], fa[4 * m + 3],
+                                fb[2 * t], fb[2 * t + 1],
+                                acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1],
+                                acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
                             )  # fmt: skip
                             for i in static(4):
                                 acc[8 * m + 4 * t + i] = d[i]
@@ -345,8 +384,7 @@ def _ring(
                             low = add_pair(low, kept[4 * m + 2 * h])
                             high = add_pair(high, kept[4 * m + 2 * h + 1])
                         elif mode == SCALED:
-                            weight = row_weight(extra, row)
-                            low, high = scale_pair(low, weight), scale_pair(high, weight)
+                            low, high = scale_pair(low, factor[2 * m + h]), scale_pair(high, factor[2 * m + h])
                         column = i32(mine * i32(16) + pair)
                         store_pair(out, out_row, columns, mode, row, column, low)
                         store_pair(out, out_row, columns, mode, row, i32(column + i32(8)), high)
@@ -364,8 +402,9 @@ def threads(rows: int, warps: int) -> int:
 def _make(rows: int) -> Kernel:
     most, split, row_warps = SHAPES[rows]
     known: dict[str, Any] = {
-        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "MT": max(1, rows // 16 // split), "HALVES": 1 if rows == 8 else 2,
-        "SPLIT": split, "X_WARPS": row_warps, "X_COPIES": rows // 2 // row_warps, "CHUNK": CHUNK,
+        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "MT": max(1, rows // 16 // split),
+        "HALVES": 1 if rows == 8 else 2, "SPLIT": split,
+        "X_WARPS": row_warps, "X_COPIES": rows // 2 // row_warps, "CHUNK": CHUNK,
         "UNIT_CHUNK": UNIT_CHUNK, "X_PITCH": X_PITCH, "RING": RING,
     }  # fmt: skip
     register = kernel(

@@ -85,7 +85,9 @@ class DeviceArray:
             start, stop, step = index.indices(self.shape[0])
             if step != 1:
                 raise IndexError("a slice of a DeviceArray has step 1")
-            return DeviceArray(self.pointer + start * self.row_bytes, (max(0, stop - start), *self.shape[1:]), self.dtype)
+            return DeviceArray(
+                self.pointer + start * self.row_bytes, (max(0, stop - start), *self.shape[1:]), self.dtype
+            )
         if not -self.shape[0] <= index < self.shape[0]:
             raise IndexError(f"index {index} of {self.shape[0]} entries")
         return DeviceArray(self.pointer + index % self.shape[0] * self.row_bytes, self.shape[1:], self.dtype)
@@ -176,7 +178,13 @@ class Launch:
     __slots__ = ("_addresses", "_config", "_keep", "_values", "function")
 
     def __init__(
-        self, function: Function, grid: int | tuple[int, ...], block: int, arguments: Sequence[Any], shared: int, dependent: bool
+        self,
+        function: Function,
+        grid: int | tuple[int, ...],
+        block: int,
+        arguments: Sequence[Any],
+        shared: int,
+        dependent: bool,
     ) -> None:
         kernel = function.kernel
         if len(arguments) != len(function._kinds):
@@ -186,7 +194,8 @@ class Launch:
         driver = _driver()
         self.function = function
         self._values = [
-            kind(getattr(a, "pointer", 0 if a is None else a)) for kind, a in zip(function._kinds, arguments, strict=True)
+            kind(getattr(a, "pointer", 0 if a is None else a))
+            for kind, a in zip(function._kinds, arguments, strict=True)
         ]
         self._addresses = (ctypes.c_void_p * max(1, len(self._values)))(*[ctypes.addressof(v) for v in self._values])
         x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
@@ -301,7 +310,7 @@ class Device:
         self.capability = (ask("COMPUTE_CAPABILITY_MAJOR"), ask("COMPUTE_CAPABILITY_MINOR"))
         if self.capability < _MINIMUM_CAPABILITY:
             raise CudaUnavailable(
-                f"GPU {ordinal} ({self.name}) has compute capability {self.capability[0]}.{self.capability[1]}; 8.0 is needed"
+                f"GPU {ordinal} ({self.name}) has compute capability {'.'.join(map(str, self.capability))}, below 8.0"
             )
         self.architecture = architecture_of(self.capability)
         self.multiprocessors = ask("MULTIPROCESSOR_COUNT")

@@ -15,15 +15,26 @@ from .compiler import Kernel, kernel
 from .functions import pack
 from .gemm_wgmma import tile_place
 from .products import find_expert, finish_unit, group_table, table_groups, table_start, with_globals
-from .ptx import cp_async_16, cp_async_commit, cp_async_wait, dependency_wait, dependents_start
-from .ptx import ldmatrix_x4, load_fresh, mma, shared_address
+from .ptx import (
+    cp_async_16,
+    cp_async_commit,
+    cp_async_wait,
+    dependency_wait,
+    dependents_start,
+    ldmatrix_x4,
+    load_fresh,
+    mma,
+    shared_address,
+)
 from .unroll import registers, static, unrolled
 
 HEAD = 1152  # group table and what aligns the stages to 128 bytes
 SHAPES = {(16, 64): (1, 4, 8), (64, 64): (2, 4, 5), (128, 128): (2, 4, 3)}
 """Warps down, warps across and stages, by rows and columns of a tile; all within the 99 KiB that every GPU has."""
 
-ROWS = COLUMNS = WARPS_M = WARPS_N = MT = UT = SHIFT = STAGE_BYTES = LOADS_X = LOADS_W = STAGES = 0  # of each version, put in by `unrolled`
+ROWS = COLUMNS = WARPS_M = WARPS_N = MT = UT = SHIFT = STAGE_BYTES = LOADS_X = LOADS_W = STAGES = (
+    0  # of each version, put in by `unrolled`
+)
 landed = None  # the same, put in by _make
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64

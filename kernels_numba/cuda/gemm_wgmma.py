@@ -2,7 +2,8 @@
 
 Tiles of 128 rows by COLUMNS outputs. Four producer warps fetch a quarter of a stage each: 32 rows of activations by
 cp.async (through a list of row numbers where there is one: no gathered copy is made) and COLUMNS / 4 rows of weights by
-bulk copies. Two warpgroups of consumers take 64 rows each. Blocks stay and take every gridDim-th tile; with experts the tiles come from the offsets on the device.
+bulk copies. Two warpgroups of consumers take 64 rows each; one whose rows are all past the end only keeps step. Blocks
+stay and take every gridDim-th tile; with experts the tiles come from the offsets on the device.
 """
 
 from __future__ import annotations
@@ -14,12 +15,48 @@ from numba import cuda
 
 from .compiler import HOPPER, Kernel, kernel
 from .functions import pack
-from .products import LOGITS, RESIDUAL, SCALED, SWIGLU, add_pair, find_expert, group_table, output_address
-from .products import row_weight, scale_pair, swiglu_pair, table_groups, table_start, with_globals
-from .ptx import async_fence, barrier_arrive, barrier_expect, barrier_init, barrier_init_fence, barrier_wait, bulk_copy, bulk_prefetch
-from .ptx import cp_async_16, cp_async_arrive, dependency_wait, dependents_start, divide, load_128
-from .ptx import load_fresh, shared_address, shuffle_xor_32, store_128, wgmma
-from .ptx import wgmma_commit, wgmma_fence, wgmma_wait_0, wgmma_wait_1, zeros
+from .products import (
+    LOGITS,
+    RESIDUAL,
+    SCALED,
+    SWIGLU,
+    add_pair,
+    find_expert,
+    group_table,
+    output_address,
+    row_weight,
+    scale_pair,
+    swiglu_pair,
+    table_groups,
+    table_start,
+    with_globals,
+)
+from .ptx import (
+    async_fence,
+    barrier_arrive,
+    barrier_expect,
+    barrier_init,
+    barrier_init_fence,
+    barrier_wait,
+    bulk_copy,
+    bulk_prefetch,
+    cp_async_16,
+    cp_async_arrive,
+    dependency_wait,
+    dependents_start,
+    divide,
+    load_128,
+    load_fresh,
+    shared_address,
+    shuffle_xor_32,
+    store_128,
+    wgmma,
+    wgmma_commit,
+    wgmma_fence,
+    wgmma_wait_0,
+    wgmma_wait_1,
+    zeros,
+)
 from .scalar import device
 from .unroll import registers, static, unrolled
 
@@ -76,7 +113,7 @@ def finish_four(out, out_row, columns, mode, extra, row, last, column, a, b, c, 
 
 @device
 def tile_place(number, tiles_m, tiles_n):
-    """Row tile and column tile of tile `number` of one group: row tiles first, in panels, so that weights are shared."""
+    """Row and column of tile `number` of one group: row tiles first, in panels, so that weights are shared."""
     panel = i32(divide(u32(number), u32(tiles_n * i32(PANEL))))
     rest = i32(number - i32(panel * i32(tiles_n * i32(PANEL))))
     height = min(i32(PANEL), i32(tiles_m - i32(panel * i32(PANEL))))
@@ -123,7 +160,9 @@ def _gemm(
     ring = u32(base + u32(HEAD))
     if tid == i32(0):
         for s in range(STAGES):
-            barrier_init(u32(base + u32(s) * u32(16)), u32(4 + 128))  # each producer's weights, each of its threads' rows
+            barrier_init(
+                u32(base + u32(s) * u32(16)), u32(4 + 128)
+            )  # each producer's weights, each of its threads' rows
             barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(8))
         barrier_init_fence()
         async_fence()
@@ -209,7 +248,9 @@ def _gemm(
         piece = i32(lane & i32(7))
         # rows 4 i + row_in_eight of this warp's: even and odd i differ in the swizzle only
         even = u32(u32(share + row_in_eight) * u32(128) + u32(i32(piece ^ row_in_eight)) * u32(16))
-        odd = u32(u32(share + row_in_eight) * u32(128) + u32(i32(piece ^ i32(row_in_eight + i32(4)))) * u32(16) + u32(512))
+        odd = u32(
+            u32(share + row_in_eight) * u32(128) + u32(i32(piece ^ i32(row_in_eight + i32(4)))) * u32(16) + u32(512)
+        )
         while number < total:
             expert = i32(0)
             local = number
@@ -286,7 +327,11 @@ def _make(columns: int) -> Kernel:
         epilogue=device(unrolled(_epilogue, COLUMNS=columns)),
     )
     register = kernel(
-        ARGUMENTS, threads=THREADS, dynamic_shared=shared_bytes(columns), architectures=HOPPER, name=f"wgmma_product_{columns}"
+        ARGUMENTS,
+        threads=THREADS,
+        dynamic_shared=shared_bytes(columns),
+        architectures=HOPPER,
+        name=f"wgmma_product_{columns}",
     )
     return register(function)
 

@@ -17,8 +17,14 @@ from .gemm_wgmma import WGMMA_PRODUCTS
 from .pack import PackedWeight
 from .products import LOGITS, PLAIN, RESIDUAL, SWIGLU
 
-_WGMMA_COST = {256: 1100, 128: 680, 64: 500}
-"""About the cycles of 64 k of a tile, by its columns."""
+_WGMMA_NS = {256: 1100, 128: 680, 64: 500}
+"""Nanoseconds of 64 k of a tile by its columns, measured on an H200 as the figures below."""
+_RING_NS = {8: 140, 16: 160, 32: 240, 64: 320}
+"""Nanoseconds of 64 k of a round by the rows of a group."""
+_MEMORY = 4200.0
+"""Bytes a nanosecond from memory."""
+_CACHE = 38.0
+"""Bytes a nanosecond from the second-level cache into a multiprocessor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +90,48 @@ def plans(device: Device, rows: int, weight: PackedWeight, out: DeviceArray) -> 
     return {plan.kernel.name: plan for plan in found if plan is not None}
 
 
+def ring_time(device: Device, size: int, rows: int, weight: PackedWeight) -> float:
+    """About the nanoseconds of the ring kernel for groups of `size` rows: the slowest of its limits."""
+    groups = -(-rows // size)
+    each = -(-groups * weight.units // device.multiprocessors)
+    rounds = -(-each // ring.SHAPES[size][0])
+    from_memory = weight.expert_bytes * (groups if weight.expert_bytes > device.l2_bytes // 2 else 1)
+    through_cache = each * weight.expert_bytes // weight.units + rounds * size * weight.depth * 2
+    return max(rounds * _RING_NS[size] * weight.depth / 64, from_memory / _MEMORY, through_cache / _CACHE)
+
+
+def wgmma_time(device: Device, columns: int, tiles_m: int, units: int, depth: int) -> float:
+    """About the nanoseconds of the wgmma kernel."""
+    return -(-tiles_m * -(-units * 16 // columns) // device.multiprocessors) * _WGMMA_NS[columns] * depth / 64
+
+
 def best_plan(device: Device, rows: int, weight: PackedWeight, out: DeviceArray) -> Plan:
     """The plan that runs."""
-    if rows <= 64:
-        plan = ring_plan(device, next(size for size in RING_PRODUCTS if size >= rows), weight.units)
-        if plan is not None:
-            return plan
+    sizes = [next(size for size in RING_PRODUCTS if size >= rows)] if rows <= 32 else [32, 64]
+    ring_size = min(sizes, key=lambda size: ring_time(device, size, rows, weight))
+    plan = ring_plan(device, ring_size, -(-rows // ring_size) * weight.units)
     tiles_m = -(-rows // 128)
-    if wgmma_fits(weight, out) and (plan := best_wgmma(device, tiles_m, weight.units)) is not None:
+    if wgmma_fits(weight, out) and rows > 32:
+        wide = best_wgmma(device, tiles_m, weight)
+        columns = best_columns(device, tiles_m, weight)
+        faster = wgmma_time(device, columns, tiles_m, weight.units, weight.depth) < ring_time(
+            device, ring_size, rows, weight
+        )
+        if wide is not None and (plan is None or faster):
+            return wide
+    if plan is not None and rows <= 256:
         return plan
-    return mma_plan(device, best_mma(device, rows, weight.units), -(-rows // best_mma(device, rows, weight.units)[0]), weight.units)
+    shape = best_mma(device, rows, weight.units)
+    return mma_plan(device, shape, -(-rows // shape[0]), weight.units)
 
 
-def best_wgmma(device: Device, tiles_m: int, units: int) -> Plan | None:
-    def cost(columns: int) -> int:
-        tiles = tiles_m * -(-units * 16 // columns)
-        return -(-tiles // device.multiprocessors) * _WGMMA_COST[columns]
+def best_columns(device: Device, tiles_m: int, weight: PackedWeight) -> int:
+    """Columns of the wgmma kernel's tile."""
+    return min(WGMMA_PRODUCTS, key=lambda c: wgmma_time(device, c, tiles_m, weight.units, weight.depth))
 
-    return wgmma_plan(device, min(WGMMA_PRODUCTS, key=cost), tiles_m, units)
+
+def best_wgmma(device: Device, tiles_m: int, weight: PackedWeight) -> Plan | None:
+    return wgmma_plan(device, best_columns(device, tiles_m, weight), tiles_m, weight.units)
 
 
 def best_mma(device: Device, rows: int, units: int) -> tuple[int, int]:

@@ -91,11 +91,15 @@ class Bench:
         random_bits(device, self.x, 1.0, seed=1)
         self.out = device.allocate((rows * CHOSEN, 12288), "f32")
 
-    def weights(self, outputs: int, depth: int, experts: int = 1, gated: bool = False, most: int = 16) -> list[PackedWeight]:
+    def weights(
+        self, outputs: int, depth: int, experts: int = 1, gated: bool = False, most: int = 16
+    ) -> list[PackedWeight]:
         size = PackedWeight.over(self.memory, outputs, depth, experts, gated).data.nbytes
         count = max(1, min(most, self.memory.nbytes // size))
         return [
-            PackedWeight.over(DeviceArray(self.memory.pointer + i * size, (size // 2,), "bf16"), outputs, depth, experts, gated)
+            PackedWeight.over(
+                DeviceArray(self.memory.pointer + i * size, (size // 2,), "bf16"), outputs, depth, experts, gated
+            )
             for i in range(count)
         ]
 
@@ -103,8 +107,8 @@ class Bench:
         return source.view(shape, dtype)
 
     def dense(
-        self, name: str, rows: int, outputs: int, depth: int, gated: bool = False, residual: bool = False, every: bool = False,
-        dtype: str = "bf16",
+        self, name: str, rows: int, outputs: int, depth: int, gated: bool = False, residual: bool = False,
+        every: bool = False, dtype: str = "bf16",
     ) -> Iterator[Figure]:  # fmt: skip
         """A dense product; every: by each kernel that can, else by the one that runs."""
         weights = self.weights(outputs, depth, gated=gated)
@@ -120,7 +124,9 @@ class Bench:
                 time = replay_time(self.device, self.stream, launches)
                 wide = outputs * (2 if gated else 1)
                 kernel = plan.kernel.name.replace("_product", "") + ("+dep" if dependent else "")
-                yield Figure(name, rows, kernel, time, wide * depth * 2 / time / 1e6, 2 * rows * wide * depth / time / 1e6)
+                yield Figure(
+                    name, rows, kernel, time, wide * depth * 2 / time / 1e6, 2 * rows * wide * depth / time / 1e6
+                )
 
     def experts(self, rows: int, every: bool = False) -> Iterator[Figure]:
         """Gate/up and down of `rows` rows spread evenly over the experts."""
@@ -132,9 +138,15 @@ class Bench:
         start = device.to_device(np.concatenate([[0], np.cumsum(count)]).astype(np.int32))
         row = device.to_device((order // CHOSEN).astype(np.int32))
         scale = device.to_device(np.full(pairs, 0.25, np.float32))
-        x, act, y = (self.array(s, (n, d)) for s, n, d in ((self.x, rows, HIDDEN), (self.x, pairs, FEATURES), (self.out, pairs, HIDDEN)))
+        x, act, y = (
+            self.array(s, (n, d))
+            for s, n, d in ((self.x, rows, HIDDEN), (self.x, pairs, FEATURES), (self.out, pairs, HIDDEN))
+        )
         used = int(np.count_nonzero(count))
-        up, down = self.weights(FEATURES, HIDDEN, EXPERTS, gated=True, most=6), self.weights(HIDDEN, FEATURES, EXPERTS, most=6)
+        up, down = (
+            self.weights(FEATURES, HIDDEN, EXPERTS, gated=True, most=6),
+            self.weights(HIDDEN, FEATURES, EXPERTS, most=6),
+        )
         ups = expert_plans(device, pairs, up[0], act, False)
         downs = expert_plans(device, pairs, down[0], y, True)
         best = best_expert_plan(device, pairs, up[0], act, False).kernel.name
@@ -145,7 +157,9 @@ class Bench:
             time = replay_time(device, self.stream, launches)
             bytes_, work = used * 2 * FEATURES * HIDDEN * 2, 2 * pairs * 2 * FEATURES * HIDDEN
             yield Figure("experts up", rows, kernel, time, bytes_ / time / 1e6, work / time / 1e6)
-            launches = [bind_experts_down(device, act, w, start, scale, y, plan=downs[name], dependent=True) for w in down]
+            launches = [
+                bind_experts_down(device, act, w, start, scale, y, plan=downs[name], dependent=True) for w in down
+            ]
             time = replay_time(device, self.stream, launches)
             yield Figure("experts down", rows, kernel, time, bytes_ / 2 / time / 1e6, work / 2 / time / 1e6)
             both = []

@@ -6,8 +6,8 @@ The routing lies on the device (written by route.py) and nothing is read back: p
 
 from __future__ import annotations
 
-from .driver import Device, DeviceArray, Launch
 from .decode_products import RING_PRODUCTS
+from .driver import Device, DeviceArray, Launch
 from .gemm_mma import MMA_PRODUCTS
 from .gemm_wgmma import WGMMA_PRODUCTS
 from .linear import Plan, best_wgmma, bind_plan, mma_plan, ring_plan, wgmma_fits, wgmma_plan
@@ -35,15 +35,15 @@ def _tiles(weight: PackedWeight, pairs: int, rows: int) -> int:
 
 
 def best_expert_plan(device: Device, pairs: int, weight: PackedWeight, out: DeviceArray, early: bool) -> Plan:
-    """The plan that runs: by the mean of pairs an expert, with twice that in a group of the ring."""
+    """The plan that runs, by the mean of pairs an expert; a group of the ring has room for twice that."""
     mean = -(-pairs // weight.experts)
-    if mean <= 32:
-        rows = next(size for size in RING_PRODUCTS if size >= min(64, 2 * mean))
+    if mean <= 16:
+        rows = next(size for size in RING_PRODUCTS if size >= 2 * mean)
         plan = ring_plan(device, rows, _units(weight, pairs, rows), early)
         if plan is not None:
             return plan
     if wgmma_fits(weight, out):
-        plan = best_wgmma(device, _tiles(weight, pairs, 128), weight.units)
+        plan = best_wgmma(device, _tiles(weight, pairs, 128), weight)
         if plan is not None:
             return plan
     shape = (16, 64) if mean <= 16 else (64, 64) if mean <= 96 else (128, 128)
@@ -86,7 +86,9 @@ def bind_experts_down(
     """
     _check(weight, y, act.shape[-1], gated=False)
     plan = plan or best_expert_plan(device, act.shape[0], weight, y, early=True)
-    return bind_plan(device, plan, act, weight, y, SCALED, act.shape[0], extra=pair_weight, start=start, dependent=dependent)
+    return bind_plan(
+        device, plan, act, weight, y, SCALED, act.shape[0], extra=pair_weight, start=start, dependent=dependent
+    )
 
 
 def _check(weight: PackedWeight, out: DeviceArray, depth: int, gated: bool) -> None:

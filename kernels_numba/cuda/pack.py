@@ -41,9 +41,13 @@ class PackedWeight:
         return self.units * -(-self.depth // BLOCK_K) * BLOCK_BYTES
 
     @classmethod
-    def allocate(cls, device: Device, outputs: int, depth: int, *, experts: int = 1, gated: bool = False) -> PackedWeight:
+    def allocate(
+        cls, device: Device, outputs: int, depth: int, *, experts: int = 1, gated: bool = False
+    ) -> PackedWeight:
         """Room for weights, to be filled by `pack`."""
-        return cls.over(device.allocate((packed_elements(outputs, depth, experts, gated),), "bf16"), outputs, depth, experts, gated)
+        return cls.over(
+            device.allocate((packed_elements(outputs, depth, experts, gated),), "bf16"), outputs, depth, experts, gated
+        )
 
     @classmethod
     def over(cls, data: DeviceArray, outputs: int, depth: int, experts: int = 1, gated: bool = False) -> PackedWeight:
@@ -83,7 +87,9 @@ def pack_weights(source, target, rows, depth, blocks_k, gated):
                 row = i32(row + i32(rows >> i32(1)))
         a, b, c, d = u32(0), u32(0), u32(0), u32(0)
         if row < rows and i32(column * i32(8)) < depth:
-            a, b, c, d = load_128(u64(source + u64(u64(u32(row)) * u64(u32(depth)) + u64(u32(column)) * u64(8)) * u64(2)))
+            a, b, c, d = load_128(
+                u64(source + u64(u64(u32(row)) * u64(u32(depth)) + u64(u32(column)) * u64(8)) * u64(2))
+            )
         to = i32(i32(i32(column >> i32(3)) * i32(2048)) + i32(at * i32(128)))
         to = i32(to + i32(i32(i32(column & i32(7)) ^ i32(at & i32(7))) * i32(16)))
         store_128(u64(target + u64(u32(to))), a, b, c, d)
@@ -95,7 +101,9 @@ def bind_pack(device: Device, weight: PackedWeight, source: DeviceArray, first_e
     experts = source.shape[0] if len(source.shape) == 3 else 1
     rows = weight.outputs * 2 if weight.gated else weight.outputs
     if source.shape[-2:] != (rows, weight.depth) or not 0 <= first_expert <= weight.experts - experts:
-        raise ValueError(f"weights {source.shape} for experts {first_expert} on of {weight.experts} x {rows} x {weight.depth}")
+        raise ValueError(
+            f"weights {source.shape} for experts {first_expert} on of {weight.experts} x {rows} x {weight.depth}"
+        )
     blocks_k = -(-weight.depth // BLOCK_K)
     target = weight.data.pointer + first_expert * weight.expert_bytes
     return device.function(pack_weights).bind(

@@ -3,7 +3,7 @@
 The law: an output is one float32 accumulator over ascending k, 16 at a time (mma.sync and wgmma give equal bits that
 way), rounded to bf16; everything after that is one of the functions below. So no tile shape, kernel or neighbour shows.
 
-Weights lie as [units of 16 rows][blocks of 64 k][16 rows][128 bytes], the 16-byte piece c of row r at piece c ^ (r % 8):
+Weights lie as [units of 16 rows][blocks of 64 k][16 rows][128 bytes], the 16-byte piece c of row r at c ^ (r % 8):
 one 64-k block of a unit is two swizzle-128B atoms of wgmma, and a unit is contiguous, as bulk copies like it. In the
 weights of a SwiGLU a unit is 8 rows of w1 and the same 8 rows of w3, so that one thread gets gate and up.
 """
@@ -17,8 +17,18 @@ from typing import Any
 import numpy as np
 
 from .functions import high_half, low_half, pack, rounded
-from .ptx import broadcast, load_32, load_f32, load_fresh, reciprocal, shared_load, shared_store, shuffle_up
-from .ptx import store_16, store_32
+from .ptx import (
+    broadcast,
+    load_32,
+    load_f32,
+    load_fresh,
+    reciprocal,
+    shared_load,
+    shared_store,
+    shuffle_up,
+    store_16,
+    store_32,
+)
 from .scalar import add, device, exp2_approx, mul
 
 PLAIN, RESIDUAL, SWIGLU, LOGITS, SCALED = range(5)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from lfm2serve.options import EngineOptions
+
 app = typer.Typer(help="Measure this machine: the figures behind the README.", no_args_is_help=True, add_completion=False)
+
+ModelOption = Annotated[str, typer.Option("--model", help="A model's shape, with random weights.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: all cores).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
 @app.callback()
@@ -17,26 +25,94 @@ def _group() -> None:
     """Measure this machine: the figures behind the README."""
 
 
-@app.command()
-def throughput(
-    model: Annotated[str, typer.Option(help="lfm2-350m, lfm2-700m or lfm2-1.2b: the shape, with random weights.")] = "lfm2-350m",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads (default: all cores).")] = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded by each stream.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")] = False,
-) -> None:
-    """Decode and prompt speed, beside the memory's and NumPy's."""
+def _shape_name(model: str) -> str:
     from lfm2serve.bench.shapes import SHAPES
-    from lfm2serve.bench.throughput import measure
 
     if model not in SHAPES:
         raise typer.BadParameter(f"{model!r}: one of {', '.join(SHAPES)}", param_hint="--model")
-    result = measure(model, threads, tokens)
-    if as_json:
-        print(json.dumps(result.to_dict()))
-        return
-    table = Table(title=f"{model}, bfloat16, random weights")
-    for heading in ("measure", "figure", "beside"):
+    return model
+
+
+def _numbers(text: str, flag: str) -> list[int]:
+    try:
+        numbers = [int(item) for item in text.split(",") if item]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise typer.BadParameter(f"{text!r}: must be whole numbers with commas between them", param_hint=flag)
+    return numbers
+
+
+def _options(device: str, threads: int | None, **more: object) -> EngineOptions:
+    return EngineOptions.from_dict({"device": device, "threads": threads, **more})
+
+
+def _show(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    table = Table(title=title)
+    for heading in headings:
         table.add_column(heading)
-    for row in result.rows():
+    for row in rows:
         table.add_row(*row)
     Console().print(table)
+
+
+@app.command()
+def throughput(
+    model: ModelOption = "lfm2-350m",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    streams: Annotated[str, typer.Option(help="Numbers of streams that decode together.")] = "1,8",
+    prompts: Annotated[str, typer.Option(help="Lengths of prompts that run alone.")] = "512",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each stream before it decodes.")] = 32,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded by each stream.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are taken of so many.")] = 3,
+    as_json: JsonOption = False,
+) -> None:
+    """Decode and prompt speed, beside what memory and (on a CPU) NumPy allow."""
+    from lfm2serve.bench.throughput import measure
+
+    counts, lengths = _numbers(streams, "--streams"), _numbers(prompts, "--prompts")
+    report = measure(
+        _shape_name(model), _options(device, threads),
+        streams=counts, prompts=lengths, context=context, tokens=tokens, repeats=repeats,
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps(report.to_dict()))
+        return
+    rows = [(f.measure, f"{f.value:,.4g} {f.unit}", f.beside) for f in report.figures]
+    _show(f"{model} on {report.device}, bfloat16, random weights", ("measure", "figure", "beside"), rows)
+
+
+@app.command()
+def law(
+    model: ModelOption = "lfm2-350m",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths; every other one is sampled.")] = "1,2,17,128,129,500,513,900",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each reply.")] = 32,
+    chunks: Annotated[str, typer.Option(help="Sizes of prompt steps.")] = "64,512",
+    together: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "4,8",
+    randoms: Annotated[int, typer.Option(min=0, help="Random combinations after one factor at a time.")] = 5,
+    limit: Annotated[float, typer.Option(help="Start no further way after so many seconds.")] = 480.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Compute the same replies in many ways and compare their tokens and bits. Exit code 1 where any differs."""
+    from dataclasses import asdict
+
+    from lfm2serve.bench.law import compare
+
+    sizes, counts = _numbers(lengths, "--lengths"), _numbers(together, "--together")
+    options = _options(device, threads, context=max(sizes) + tokens, max_streams=max(counts), kv_pages=None)
+    outcomes = list(
+        compare(
+            _shape_name(model), options,
+            lengths=sizes, tokens=tokens, chunks=_numbers(chunks, "--chunks"), together=counts, randoms=randoms, limit_s=limit,
+        )
+    )  # fmt: skip
+    if as_json:
+        print(json.dumps([asdict(outcome) for outcome in outcomes]))
+    else:
+        rows = [(o.way, f"{o.equal} of {o.replies}", f"{o.seconds:.1f} s") for o in outcomes]
+        _show(f"{model}: replies equal to the reference in tokens and bits", ("way", "equal", "time"), rows)
+    if not all(outcome.ok for outcome in outcomes):
+        raise typer.Exit(1)

@@ -1,64 +1,122 @@
-"""Decode and prefill speed of a dense model's shape, beside what this machine's memory and NumPy allow."""
+"""Decode and prompt speed of a model's shape, beside what the machine allows."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from kernels_numba.cpu import CpuBackend
-from kernels_numba.cpu.bandwidth import read_bandwidth
-from lfm2serve.bench.shapes import random_tensors, shape, tensor_shapes
+from lfm2serve.bench.dummy import Dummy, ask, dummy, prompt
+from lfm2serve.bench.shapes import product_flops, round_bytes, tensor_shapes, weight_bytes
 from lfm2serve.config import ModelConfig
 from lfm2serve.engine import Engine
-from lfm2serve.memory.pages import SLACK_ROWS, PagePool, pages_for
-from lfm2serve.memory.states import StreamStates
-from lfm2serve.model import Model
+from lfm2serve.options import EngineOptions
 from lfm2serve.sampling import SamplingParams
-from lfm2serve.stream import StreamEvent
 
-CONTEXT = 2048
+GPU_BYTES_S = 4.8e12  # an H200's memory by its data sheet: the roofline of the README's GPU table
 
 
 @dataclass(frozen=True, slots=True)
-class Throughput:
-    """One run's figures; times are medians. decode_bound: tokens/s if reading the weights once were all."""
+class Figure:
+    """One row: what was measured, the figure, and what it is compared with."""
+
+    measure: str
+    value: float
+    unit: str
+    beside: str
+
+
+@dataclass(slots=True)
+class Report:
+    """One run on one machine; rates are medians."""
 
     model: str
-    threads: int
-    weight_gb: float
-    bandwidth_gbs: float
-    decode_bound: float
-    decode_1: float
-    decode_8: float
-    prefill_512: float
-    prefill_gflops: float
-    numpy_gflops: float
-    host_ms_8: float
+    device: str
+    figures: list[Figure] = field(default_factory=list)
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """(measure, figure, beside)."""
-        return [
-            ("memory read", f"{self.bandwidth_gbs:.1f} GB/s", f"{self.threads} threads; weights {self.weight_gb:.3f} GB"),
-            ("decode, 1 stream", f"{self.decode_1:.1f} tok/s", f"{100 * self.decode_1 / self.decode_bound:.0f} % of {self.decode_bound:.1f}"),
-            ("decode, 8 streams", f"{self.decode_8:.1f} tok/s", f"{self.decode_8 / self.decode_1:.2f} x one stream"),
-            ("prompt of 512", f"{self.prefill_512:.1f} tok/s", f"{self.prefill_gflops:.0f} GFLOP/s, {100 * self.prefill_gflops / self.numpy_gflops:.0f} % of NumPy's {self.numpy_gflops:.0f}"),
-            ("scheduler, 8 streams", f"{self.host_ms_8:.3f} ms a round", "outside the backend's operations"),
-        ]  # fmt: skip
+    def add(self, measure: str, value: float, unit: str, beside: str = "") -> None:
+        self.figures.append(Figure(measure, value, unit, beside))
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
-def product_flops(config: ModelConfig, rows: int) -> float:
-    """Floating-point operations of a prompt's products (logits of one row apart)."""
-    return 2.0 * rows * sum(np.prod(dims) for name, dims in tensor_shapes(config) if len(dims) == 2 and name != "embed")
+def measure(
+    model: str, options: EngineOptions, *, streams: list[int], prompts: list[int], context: int, tokens: int, repeats: int
+) -> Report:
+    """Run the whole engine on random weights.
+
+    streams: numbers of streams that decode together, each from `context` tokens on, `tokens` each. prompts: lengths of
+    prompts run alone. repeats: medians are taken of so many.
+    """
+    longest = max([context + tokens, *prompts]) + 1
+    started = time.perf_counter()
+    with dummy(model, _with(options, longest, max(streams))) as made:
+        loaded = time.perf_counter()
+        report = Report(model, made.target.name)
+        with made.engine() as engine:
+            report.add("engine start", time.perf_counter() - loaded, "s", f"weights {loaded - started:.1f} s before")
+            bound = _memory_bound(report, made)
+            for count in streams:
+                _decode_figures(report, made.config, engine, count, context, tokens, repeats, bound)
+            for length in prompts:
+                _prompt_figures(report, made, engine, length, repeats)
+    return report
 
 
-def numpy_gflops(config: ModelConfig, rows: int) -> float:
-    """What NumPy's float32 product reaches on the same shapes (best of three each)."""
+def _with(options: EngineOptions, context: int, streams: int) -> EngineOptions:
+    values = {name: getattr(options, name) for name in options.__slots__}
+    pages = (context + 16) // 512 + 1
+    return EngineOptions(**{**values, "context": context, "max_streams": streams, "kv_pages": pages * streams})
+
+
+def _memory_bound(report: Report, made: Dummy) -> float:
+    """Bytes a second that a decode round can read at best."""
+    if made.target.kind == "cuda":
+        return GPU_BYTES_S
+    from kernels_numba.cpu.bandwidth import read_bandwidth
+
+    rate = read_bandwidth()
+    report.add("memory read", rate / 1e9, "GB/s", f"weights {weight_bytes(made.config) / 1e9:.3f} GB")
+    return rate
+
+
+def _decode_figures(
+    report: Report, config: ModelConfig, engine: Engine, streams: int, context: int, tokens: int, repeats: int, bound: float
+) -> None:
+    runs = [_decode(engine, streams, context, tokens) for _ in range(repeats)]
+    rate = statistics.median(rate for rate, _ in runs)
+    most = streams * bound / round_bytes(config, streams)
+    beside = f"{100 * rate / most:.0f} % of {most:,.0f}: the weights read once a round"
+    report.add(f"decode, {streams} streams" if streams > 1 else "decode, 1 stream", rate, "tok/s", beside)
+    host = 1e3 * statistics.median(host for _, host in runs)
+    report.add(f"host time of a round, {streams}", host, "ms", "outside the backend's operations")
+
+
+def _decode(engine: Engine, streams: int, context: int, tokens: int) -> tuple[float, float]:
+    """Tokens a second of rounds of all streams, and the host's seconds a round outside the backend."""
+    before = engine.stats().counters
+    ask(engine, [prompt(context, n) for n in range(streams)], SamplingParams(temperature=0, max_tokens=tokens))
+    after = engine.stats().counters
+    rounds = after.decode_rounds - before.decode_rounds
+    seconds = after.decode_s - before.decode_s
+    return (after.decode_rows - before.decode_rows) / seconds, (after.host_s - before.host_s) / rounds
+
+
+def _prompt_figures(report: Report, made: Dummy, engine: Engine, length: int, repeats: int) -> None:
+    once = SamplingParams(temperature=0, max_tokens=1)
+    seconds = statistics.median(ask(engine, [prompt(length, n)], once)[0].first_s for n in range(repeats))
+    rate = product_flops(made.config, length) / seconds / 1e12
+    beside = f"{length / seconds:,.0f} tok/s, {rate:.3g} TFLOP/s"
+    if made.target.kind == "cpu":
+        beside += f", {100 * rate / numpy_tflops(made.config, length):.0f} % of NumPy's float32 products"
+    report.add(f"prompt of {length:,}", 1e3 * seconds, "ms", beside)
+
+
+def numpy_tflops(config: ModelConfig, rows: int) -> float:
+    """What NumPy's float32 product reaches on a dense model's shapes (best of three each)."""
     seconds: dict[tuple[int, ...], float] = {}
     total = 0.0
     for name, dims in tensor_shapes(config):
@@ -73,72 +131,4 @@ def numpy_gflops(config: ModelConfig, rows: int) -> float:
                 times.append(time.perf_counter() - started)
             seconds[dims] = min(times)
         total += seconds[dims]
-    return product_flops(config, rows) / total / 1e9
-
-
-def measure(model: str = "lfm2-350m", threads: int | None = None, tokens: int = 64, repeats: int = 3) -> Throughput:
-    """Run the whole engine on random weights. tokens: decoded by each stream; repeats: medians are taken of so many."""
-    config = shape(model)
-    backend = CpuBackend("bfloat16", threads)
-    bandwidth = read_bandwidth()
-    tensors = random_tensors(config)
-    weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    rows, slots = CONTEXT + SLACK_ROWS, 8
-    pages = slots * pages_for(rows)
-    engine = Engine(
-        Model(config, tensors, backend, max_rows=rows),
-        StreamStates(config, backend, slots=slots, pages=pages, max_rows=rows),
-        PagePool(pages),
-        slots=slots, context=CONTEXT, vocab=config.vocab_size, eos_token_ids=[],
-    )  # fmt: skip
-    try:
-        _decode(engine, 1, 8)  # compiles
-        one = statistics.median(_decode(engine, 1, tokens)[0] for _ in range(repeats))
-        eight = [_decode(engine, 8, tokens) for _ in range(repeats)]
-        prefill = statistics.median(_prefill(engine, 512) for _ in range(repeats))
-    finally:
-        engine.close()
-    return Throughput(
-        model=model,
-        threads=backend.threads,
-        weight_gb=weight_bytes / 1e9,
-        bandwidth_gbs=bandwidth / 1e9,
-        decode_bound=bandwidth / weight_bytes,
-        decode_1=one,
-        decode_8=statistics.median(rate for rate, _ in eight),
-        prefill_512=512 / prefill,
-        prefill_gflops=product_flops(config, 512) / prefill / 1e9,
-        numpy_gflops=numpy_gflops(config, 512),
-        host_ms_8=1e3 * statistics.median(host for _, host in eight),
-    )
-
-
-def _ignore(event: StreamEvent) -> None:
-    """A sink for tokens that nobody reads."""
-
-
-def _decode(engine: Engine, streams: int, tokens: int) -> tuple[float, float]:
-    """Tokens a second of full decode rounds, and the scheduler's seconds a round."""
-    before = engine.stats().counters
-    for i in range(streams):
-        prompt = [(7919 * (i + 1) + 31 * j) % 60000 for j in range(32)]
-        engine.submit(prompt, SamplingParams(temperature=0, max_tokens=tokens), _ignore, seed=i)
-    engine.drain()
-    after = engine.stats().counters
-    rounds = after.decode_rounds - before.decode_rounds
-    seconds = after.decode_s - before.decode_s
-    return (after.decode_rows - before.decode_rows) / seconds, (after.host_s - before.host_s) / rounds
-
-
-def _prefill(engine: Engine, length: int) -> float:
-    """Seconds from submission to the first token of a prompt."""
-    times: list[float] = []
-
-    def sink(event: StreamEvent) -> None:
-        if event.tokens and event.metrics.admitted is not None and event.metrics.first_token is not None:
-            times.append(event.metrics.first_token - event.metrics.admitted)
-
-    prompt = [(104729 * (j + 1)) % 60000 for j in range(length)]
-    engine.submit(prompt, SamplingParams(temperature=0, max_tokens=1), sink, seed=0)
-    engine.drain()
-    return times[0]
+    return product_flops(config, rows) / total / 1e12

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -66,6 +67,10 @@ class PagePool:
     def capacity_rows(self) -> int:
         """Rows of the largest lease that the empty pool can grant."""
         return (self.total if self.range_pages == 1 else self.range_pages) * PAGE_ROWS
+
+    def shuffle(self, seed: int) -> None:
+        """Hand the free pages out in a random order: by the law no reply may notice."""
+        random.Random(seed).shuffle(self._free)
 
     def _units_for(self, rows: int) -> int:
         return pages_for(rows) if self.range_pages == 1 else 1

@@ -251,7 +251,7 @@ class PromptCache:
 
     def clear(self) -> int:
         """Drop every state that nobody resumes or makes; returns how many."""
-        gone = [state for state in self._states.values() if state.ready and not state.pins]
+        gone = [state for state in self._states.values() if state.copied and not state.pins]
         for state in gone:
             self.drop(state)
         return len(gone)

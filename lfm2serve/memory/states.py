@@ -77,6 +77,11 @@ class StreamStates:
     def close(self, slot: int) -> None:
         self.leased_rows[slot] = 0
 
+    def close_all(self) -> None:
+        """Give the device's memory back; the states can't be used afterwards."""
+        for array in (self.kv.data, self.ring, self.taps, self._arena):
+            self._backend.free(array)
+
     def pack(self, segments: Sequence[Segment]) -> Batch:
         """One batch of the segments' rows, in order. LeaseError: a row past its slot's lease, or an empty segment."""
         count = len(segments)

@@ -48,7 +48,9 @@ class Memory:
     def view(self, address: Any, dtype: Any, count: int = 1) -> np.ndarray:
         start = int(address)
         assert start % np.dtype(dtype).itemsize == 0, f"address {start} is not aligned for {np.dtype(dtype)}"
-        assert 256 <= start and start + count * np.dtype(dtype).itemsize <= len(self.data), f"address {start} is outside"
+        assert start >= 256 and start + count * np.dtype(dtype).itemsize <= len(self.data), (
+            f"address {start} is outside"
+        )
         return self.data[start : start + count * np.dtype(dtype).itemsize].view(dtype)
 
 
@@ -135,7 +137,8 @@ class Emulator:
             block = Block(self.memory, Memory(self._shared), threads)
             self.quads = {i: Group(4 * WARP) for i in range(threads // WARP // 4)}
             workers = [
-                threading.Thread(target=self._thread, args=(kernel, block, index, grid, t, arguments)) for t in range(threads)
+                threading.Thread(target=self._thread, args=(kernel, block, index, grid, t, arguments))
+                for t in range(threads)
             ]
             for worker in workers:
                 worker.start()
@@ -225,14 +228,21 @@ class Emulator:
             for lane, v in enumerate(values):
                 r, q = lane // 4, 2 * (lane % 4)
                 for i in range(4):
-                    a[r + 8 * (i % 2), q + 8 * (i // 2) : q + 8 * (i // 2) + 2] = from_bf16(np.array([v[i]], u32).view(np.uint16))
+                    a[r + 8 * (i % 2), q + 8 * (i // 2) : q + 8 * (i // 2) + 2] = from_bf16(
+                        np.array([v[i]], u32).view(np.uint16)
+                    )
                 for i in range(2):
                     b[q + 8 * i : q + 8 * i + 2, r] = from_bf16(np.array([v[4 + i]], u32).view(np.uint16))
                 c[r, q : q + 2], c[r + 8, q : q + 2] = v[6:8], v[8:10]
             with np.errstate(all="ignore"):
                 d = (c.astype(np.float64) + a.astype(np.float64) @ b.astype(np.float64)).astype(f32)
             return [
-                (d[n // 4, 2 * (n % 4)], d[n // 4, 2 * (n % 4) + 1], d[n // 4 + 8, 2 * (n % 4)], d[n // 4 + 8, 2 * (n % 4) + 1])
+                (
+                    d[n // 4, 2 * (n % 4)],
+                    d[n // 4, 2 * (n % 4) + 1],
+                    d[n // 4 + 8, 2 * (n % 4)],
+                    d[n // 4 + 8, 2 * (n % 4) + 1],
+                )
                 for n in range(WARP)
             ]
 
@@ -289,8 +299,12 @@ class Emulator:
             ptx.mma: collective(multiply),
             ptx.ldmatrix_x4: collective(matrices(4)),
             ptx.ldmatrix_x2: collective(matrices(2)),
-            ptx.shuffle_xor_32: lambda x, i: here.warp.exchange(here.lane, x, lambda v: [v[n ^ int(i)] for n in range(WARP)]),
-            scalar.shuffle_xor: lambda x, i: here.warp.exchange(here.lane, x, lambda v: [v[n ^ int(i)] for n in range(WARP)]),
+            ptx.shuffle_xor_32: lambda x, i: here.warp.exchange(
+                here.lane, x, lambda v: [v[n ^ int(i)] for n in range(WARP)]
+            ),
+            scalar.shuffle_xor: lambda x, i: here.warp.exchange(
+                here.lane, x, lambda v: [v[n ^ int(i)] for n in range(WARP)]
+            ),
             ptx.shuffle_up: lambda x, i: here.warp.exchange(
                 here.lane, x, lambda v: [v[n - int(i)] if n >= int(i) else v[n] for n in range(WARP)]
             ),
@@ -318,8 +332,8 @@ class Emulator:
             ptx.evict_first: lambda: np.uint64(0),
         }
         for name in (
-            "cp_async_commit", "barrier_init_fence", "async_fence", "dependency_wait", "dependents_start", "bulk_prefetch",
-            "wgmma_fence", "wgmma_commit", "wgmma_wait_0", "wgmma_wait_1",
+            "cp_async_commit", "barrier_init_fence", "async_fence", "dependency_wait", "dependents_start",
+            "bulk_prefetch", "wgmma_fence", "wgmma_commit", "wgmma_wait_0", "wgmma_wait_1",
         ):  # fmt: skip
             found[getattr(ptx, name)] = nothing
         for name, function in scalar._simulated().items():

@@ -1,4 +1,4 @@
-"""Kernels compile without a GPU and take what the contract says; `python -m kernels_numba.contract` checks all of them."""
+"""Kernels compile without a GPU and take what the contract says; `python -m kernels_numba.contract` checks all."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _engine_for(
     pages = way.pages or way.slots * pages_for(rows)
     pool = PagePool(pages, range_pages)
     if way.shuffle is not None:
-        random.Random(way.shuffle).shuffle(pool._free)
+        pool.shuffle(way.shuffle)
     slots = StreamStates(
         checkpoint.config, backend, slots=way.slots, pages=pages, max_rows=rows, snapshot_pages=way.snapshot_pages
     )

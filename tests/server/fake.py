@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernels_numba.cpu import CpuBackend
 from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.config import GenerationDefaults, ModelConfig
@@ -175,6 +176,7 @@ def fake_runtime(path: Path) -> Runtime:
         generation=GenerationDefaults.from_dir(path),
         plan=make_plan(config, EngineOptions(), weight_bytes=0, target=find_device(EngineOptions(device="cpu"))),
         engine=FakeEngine(tokenizer.size, eos),  # type: ignore[arg-type]
+        backend=CpuBackend(),
     )
 
 

@@ -1,0 +1,111 @@
+"""An engine on random weights of a real model's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from lfm2serve.backend import Backend
+from lfm2serve.bench.shapes import random_tensors, shape, tensor_shapes, weight_bytes
+from lfm2serve.config import ModelConfig
+from lfm2serve.devices import Target, find_device, open_backend
+from lfm2serve.engine import Engine
+from lfm2serve.memory.pages import SLACK_ROWS, PagePool
+from lfm2serve.memory.plan import MemoryPlan, make_plan
+from lfm2serve.memory.states import StreamStates
+from lfm2serve.model import Model
+from lfm2serve.options import EngineOptions
+from lfm2serve.sampling import SamplingParams
+from lfm2serve.stream import StreamEvent, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Dummy:
+    """A model's shape loaded with random weights; `engine` makes engines over it, one after another."""
+
+    config: ModelConfig
+    target: Target
+    backend: Backend
+    plan: MemoryPlan
+    model: Model
+
+    @contextmanager
+    def engine(self, *, kv: str = "paged", prompt_chunk: int | None = None, drafts: bool = False, keeps: bool = False,
+               shuffle: int | None = None) -> Iterator[Engine]:  # fmt: skip
+        """An engine over the whole plan. shuffle: seed of a random page order."""
+        plan = self.plan
+        rows = plan.context + SLACK_ROWS
+        range_pages = plan.range_pages if kv == "paged" else plan.pages // plan.slots
+        pool = PagePool(plan.pages, range_pages)
+        if shuffle is not None:
+            pool.shuffle(shuffle)
+        pages = plan.snapshot_pages if keeps else 0
+        states = StreamStates(
+            self.config, self.backend, slots=plan.slots, pages=plan.pages, max_rows=rows, snapshot_pages=pages
+        )
+        engine = Engine(
+            self.model, states, pool,
+            slots=plan.slots, context=plan.context, vocab=self.config.vocab_size, eos_token_ids=[],
+            prompt_chunk=prompt_chunk, largest_chunk=self.target.chunk, drafts=drafts,
+        )  # fmt: skip
+        try:
+            yield engine
+        finally:
+            engine.close()
+            states.close_all()
+
+
+@contextmanager
+def dummy(name: str, options: EngineOptions) -> Iterator[Dummy]:
+    """A model of SHAPES on the device that the options ask for; all its memory is free again afterwards."""
+    config = shape(name)
+    target = find_device(options)
+    plan = make_plan(config, options, weight_bytes(config), target)
+    backend = open_backend(target, options, plan.scratch)
+    try:
+        made = backend.random_weights(tensor_shapes(config))
+        tensors = random_tensors(config) if made is None else made
+        model = Model(config, tensors, backend, max_rows=plan.context + SLACK_ROWS)
+        yield Dummy(config, target, backend, plan, model)
+    finally:
+        backend.close()
+
+
+@dataclass(slots=True)
+class Reply:
+    """What came of a request: tokens, log-probabilities, and times in seconds since it was asked."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    first_s: float = 0.0
+    total_s: float = 0.0
+
+
+def ask(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    seeds: Sequence[int] | None = None,
+) -> list[Reply]:
+    """All prompts at once; waits for all replies. params: for all, or of each; seeds: of each (default: its place)."""
+    replies = [Reply([], []) for _ in prompts]
+
+    def take(reply: Reply, event: StreamEvent) -> None:
+        reply.tokens.extend(event.tokens)
+        reply.logprobs.extend(event.logprobs or [])
+        m = event.metrics
+        if event.finish_reason is not None and m.first_token and m.finished:
+            reply.first_s, reply.total_s = m.first_token - m.arrival, m.finished - m.arrival
+
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    for ids, reply, wanted, seed in zip(prompts, replies, each, seeds or range(len(prompts)), strict=True):
+        engine.submit(ids, wanted, partial(take, reply), seed=seed)
+    engine.drain()
+    return replies
+
+
+def prompt(length: int, number: int = 0, vocab: int = 60000) -> list[int]:
+    """Token ids that never repeat in a way that a draft could use."""
+    return [(104729 * (number + 1) * (j + 1) + 31 * j * j) % vocab for j in range(length)]
