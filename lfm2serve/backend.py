@@ -45,11 +45,19 @@ class Rounds(Protocol):
     def run(self, batch: Batch, rows: SampleRows) -> SampleResult: ...
 
 
+class Arena(Protocol):
+    """Host memory that a checkpoint is read into."""
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]: ...
+
+
 class Backend(Protocol):
     """The operations; see `kernels_numba.cpu.CpuBackend` for what each computes."""
 
     @property
     def name(self) -> str: ...
+
+    def weight_arena(self, nbytes: int) -> Arena: ...
 
     def upload(self, tensors: dict[str, Any]) -> dict[str, Any]: ...
 

@@ -21,7 +21,7 @@ ALIVE_CHECK_S = 1.0  # how often a wait for tokens looks whether the engine stil
 class Choice:
     """One reply: the engine's events go in, text comes out of `builder`.
 
-    `ended` is set by the engine's last event; only then are the reply's pages back.
+    `ended` is set on the engine's thread with the last event: the reply's pages are back.
     """
 
     builder: ReplyBuilder
@@ -45,10 +45,7 @@ class Request:
     prompt_cache: bool = True
     draft: bool = True
     choices: list[Choice] = field(default_factory=list)
-
-    @property
-    def ended(self) -> bool:
-        return all(choice.ended for choice in self.choices)
+    unread: int = 0  # choices whose last event hasn't been taken
 
     def output(self) -> RequestOutput:
         """The replies so far, in vLLM's shape."""
@@ -59,7 +56,7 @@ class Request:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[builder.completion(index) for index, builder in enumerate(builders)],
-            finished=self.ended,
+            finished=self.unread == 0,
             prompt_logprobs=builders[0].prompt_logprobs,
             num_cached_tokens=metrics[0].cached_tokens if metrics else 0,
             seed=self.seed,
@@ -80,6 +77,7 @@ class Replies:
                 Choice(ReplyBuilder(runtime.tokenizer, request.params, request.prompt_token_ids))
                 for _ in range(request.params.n)
             ]
+            request.unread = request.params.n
 
     def start(self) -> None:
         """Submit every choice. A request that can't be served raises before any of them runs."""
@@ -99,6 +97,7 @@ class Replies:
         def sink(event: StreamEvent) -> None:
             if choice.cancelled and event.finish_reason is None:
                 engine.cancel(event.stream_id)  # interrupted between the submission and the note of its id
+            choice.ended = event.finish_reason is not None
             queue.put((request, choice, event))
 
         choice.stream_id = engine.submit(
@@ -146,8 +145,8 @@ class Replies:
                     raise EngineDead(self._engine.fault or "the engine is closed") from None
                 continue
             if event.finish_reason is not None:
-                choice.ended = True
-                self.ended_requests += request.ended
+                request.unread -= 1
+                self.ended_requests += request.unread == 0
             return request, choice, event
 
     def cancel(self, wait: bool = True) -> None:
@@ -161,7 +160,14 @@ class Replies:
                     if choice.stream_id is not None and not choice.returned:
                         request.conversation.abandoned(choice.stream_id)
         while wait and any(choice.stream_id is not None and not choice.ended for choice in running):
-            self._next_event()
+            try:
+                self._queue.get(timeout=ALIVE_CHECK_S)
+            except Empty:
+                if not self._engine.alive:
+                    break
+        for request in self._requests:
+            request.unread = 0
+        self.ended_requests = len(self._requests)
 
     def _cancel(self, choice: Choice) -> None:
         choice.cancelled = True

@@ -33,6 +33,7 @@ from lfm2serve.sampling import SamplingParams
 
 log = logging.getLogger("lfm2serve")
 
+ARENA_SLACK = 1 << 20  # each tensor begins on a cache line of its own
 ByteProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -143,8 +144,8 @@ def load_runtime(
     plan = make_plan(config, options, checkpoint.weight_bytes, target)
     for purpose, size, remark in plan.table():
         log.info("%-12s %10.1f MiB  %s", purpose, size / 2**20, remark)
-    tensors = _load(checkpoint, progress)
     backend = open_backend(target, options, plan.scratch)
+    tensors = _load(checkpoint, backend, progress)
     rows = plan.context + SLACK_ROWS
     engine = Engine(
         Model(config, tensors, backend, max_rows=rows),
@@ -172,9 +173,11 @@ def load_runtime(
     return Runtime(name, path, config, options, tokenizer, template, generation, plan, engine, backend)
 
 
-def _load(checkpoint: Checkpoint, progress: bool | ByteProgress) -> dict[str, np.ndarray]:
+def _load(checkpoint: Checkpoint, backend: Backend, progress: bool | ByteProgress) -> dict[str, np.ndarray]:
+    arena = backend.weight_arena(checkpoint.weight_bytes + ARENA_SLACK)
+
     def allocate(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        return np.empty(shape, np.float32 if dtype == "f32" else np.uint16)
+        return arena.take(shape, np.float32 if dtype == "f32" else np.uint16)
 
     started = time.monotonic()
     if callable(progress):

@@ -98,7 +98,7 @@ def test_the_stop_button_of_a_notebook(kernel: tuple[BlockingKernelClient, objec
     shown: list[dict[str, object]] = []
     assert run("from lfm2serve import LLM, SamplingParams\nllm = LLM('demo')\nllm.generate('a')")["status"] == "ok"
     endless = "SamplingParams(max_tokens=4000, ignore_eos=True)"
-    code = f"print('started', flush=True); llm.generate(['Once'] * 20, {endless})"
+    code = f"print('star' 'ted', flush=True); llm.generate(['Once'] * 20, {endless})"
     client.execute(code, stop_on_error=False)  # an error would abort what is asked right behind it
     while "started" not in str(shown):
         try:

@@ -581,11 +581,10 @@ class CudaBackend:
     ) -> None:
         """Queue the sampling kernel. controls: as of `control_arrays`."""
         head = len(CONTROLS) + 1
-        drawn = self._no_bias if self._drawn is None else self._drawn
         adjusted = self.scratch.take(logits.shape, "f32")
         self.launch(
             _sample.sample, len(logits), _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head], seen, counts,
-            *controls[head:], most, drawn, *result,
+            *controls[head:], most, self._drawn, *result,
         )  # fmt: skip
 
     def _download(self, block: Activations, count: int, most: int) -> SampleResult:

@@ -17,6 +17,7 @@ from lfm2serve.memory.plan import MemoryPlan, make_plan
 from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
 from lfm2serve.options import EngineOptions
+from lfm2serve.runtime import ARENA_SLACK
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.stream import StreamEvent, TokenLogprobs
 
@@ -66,7 +67,7 @@ def dummy(name: str, options: EngineOptions) -> Iterator[Dummy]:
     backend = open_backend(target, options, plan.scratch)
     try:
         made = backend.random_weights(tensor_shapes(config))
-        tensors = random_tensors(config) if made is None else made
+        tensors = random_tensors(config, backend.weight_arena(weight_bytes(config) + ARENA_SLACK)) if made is None else made
         model = Model(config, tensors, backend, max_rows=plan.context + SLACK_ROWS)
         yield Dummy(config, target, backend, plan, model)
     finally:

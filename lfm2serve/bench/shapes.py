@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lfm2serve.backend import Arena
 from lfm2serve.config import ModelConfig
 
 _COMMON: dict[str, object] = {
@@ -129,15 +130,16 @@ def product_flops(config: ModelConfig, rows: int) -> float:
     return 2.0 * rows * sum(float(np.prod(dims)) * (active if len(dims) == 3 else 1.0) for name, dims in sizes)
 
 
-def random_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights (normal, 0.02; norms 1; router bias 0), bf16 as uint16 arrays."""
+def random_tensors(config: ModelConfig, arena: Arena, seed: int = 0) -> dict[str, np.ndarray]:
+    """Random weights (normal, 0.02; norms 1; router bias 0), bf16 as uint16 arrays, in the arena's memory."""
     rng = np.random.default_rng(seed)
     tensors: dict[str, np.ndarray] = {}
     for name, dims in tensor_shapes(config):
         if name.endswith("bias"):
-            tensors[name] = np.zeros(dims, np.float32)
+            tensors[name] = arena.take(dims, np.float32)
+            tensors[name][...] = 0
             continue
-        out = np.empty(dims, np.uint16)
+        out = arena.take(dims, np.uint16)
         flat = out.reshape(-1)
         for start in range(0, flat.size, 1 << 22):
             part = flat[start : start + (1 << 22)]
