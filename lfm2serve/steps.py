@@ -83,9 +83,10 @@ class StepRunner:
         self._rounds = self._model.backend.decode_rounds(
             lambda batch: self._model.logits(self._model.forward(batch, self._states)),
             self._draws.tables,
-            slots=len(self._states.leased_rows),
             vocab=self._draws.vocab,
             page_table=self._states.page_table,
+            slots=len(self._states.leased_rows),
+            context=self._states.max_rows,
         )
 
     def _draw(self, draws: list[Draw], h: Array) -> list[Drawn]:

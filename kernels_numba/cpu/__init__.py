@@ -421,7 +421,7 @@ class CpuBackend:
         return result
 
     def decode_rounds(
-        self, forward: Any, tables: PenaltyTables, *, slots: int, vocab: int, page_table: NDArray[np.int32]
+        self, forward: Any, tables: PenaltyTables, *, vocab: int, page_table: NDArray[np.int32], slots: int, context: int
     ) -> None:
         """Nothing: on a CPU there is no launch to save."""
 

@@ -55,6 +55,7 @@ class StreamStates:
         self.page_table = np.zeros((slots, pages_for(max_rows)), np.int32)
         self.leased_rows = np.zeros(slots, np.int64)
         self.snapshot_pages = snapshot_pages
+        self.max_rows = max_rows
         self._backend = backend
         self._arena = backend.allocate_bytes(snapshot_pages * SNAPSHOT_PAGE)
         self._kv_bytes = backend.bytes_of(self.kv.data)
