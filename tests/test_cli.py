@@ -161,8 +161,14 @@ def test_verbose_says_what_is_done(tiny_moe: Path) -> None:
     ],
 )
 def test_an_error_is_one_line_and_its_exit_code(
-    arguments: list[str], code: int, message: str, tiny_moe: Path, capfd: pytest.CaptureFixture[str]
+    arguments: list[str],
+    code: int,
+    message: str,
+    tiny_moe: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kernels_numba.cuda.driver.device_count", lambda: 0)
     assert run([str(tiny_moe) if argument == "MODEL" else argument for argument in arguments]) == code
     out, err = capfd.readouterr()
     assert out == "" and err.count("\n") == 1

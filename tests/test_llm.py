@@ -315,7 +315,8 @@ def test_another_threads_call_goes_on(llm: LLM) -> None:
 # ---- living ----
 
 
-def test_options_are_checked_by_name(tiny_moe: Path) -> None:
+def test_options_are_checked_by_name(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels_numba.cuda.driver.device_count", lambda: 0)
     with pytest.raises(InvalidRequest, match="unknown option 'gpu_memory_utilization'"):
         LLM(tiny_moe, gpu_memory_utilization=0.9)
     with pytest.raises(InvalidRequest, match="context=0"):

@@ -129,6 +129,7 @@ class CudaBackend:
         self._drawn: DeviceArray | None = None
         self._kv_pages = 0
         self._no_bias = self._zeros((_route.MOST_EXPERTS,), "f32")
+        self._arrived = self._zeros((_route.SPREAD_BLOCKS,), "u32")
         self.dependent = False
 
     # ----------------------------------------------------------------------------------------------------- plumbing
@@ -482,17 +483,20 @@ class CudaBackend:
         h, norm, eps = x.claim()
         batch, rows, hidden = self._current, len(h), h.shape[1]
         experts, pairs = w13.experts, rows * top_k
-        if experts > _route.MOST_EXPERTS or hidden > _route.MOST_HIDDEN or hidden % 32 or top_k > 32:
+        if experts > _route.MOST_EXPERTS or hidden > _route.MOST_HIDDEN or hidden % 32 or top_k > _route.MOST_TOP:
             raise ValueError(f"{experts} experts of hidden size {hidden}, {top_k} a row: beyond what the router does")
         take = self.scratch.take
         ids, weights = take((pairs,), "i32"), take((pairs,), "f32")
         start, pair_row = take((experts + 1,), "i32"), take((pairs,), "i32")
         pair_weight, place = take((pairs,), "f32"), take((pairs,), "i32")
         blocks = -(-rows // _route.ROUTE_ROWS)
+        tiles = -(-experts // _route.TILE) if blocks <= _route.SPREAD_BLOCKS else 1
+        logits = take((blocks * _route.ROUTE_ROWS, _route.MOST_EXPERTS), "f32") if tiles > 1 else None
         self.launch(
-            _route.norm_route, blocks, _route.ROUTE_THREADS, h, norm, eps, x, gate,
+            _route.norm_route, (blocks, tiles), _route.ROUTE_THREADS, h, norm, eps, x, gate,
             self._no_bias if expert_bias is None else expert_bias, int(expert_bias is not None), batch.row_segment, batch.seg_slot,
-            rows, hidden, experts, top_k, int(norm_topk), scaling, ids, weights, start, pair_row, pair_weight, place,
+            rows, hidden, experts, top_k, int(norm_topk), scaling, logits, self._arrived, ids, weights, start, pair_row,
+            pair_weight, place,
         )  # fmt: skip
         if blocks > 1:
             self.launch(

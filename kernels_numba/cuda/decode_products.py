@@ -30,6 +30,7 @@ from .products import (
     swiglu_pair,
     table_groups,
     table_start,
+    with_globals,
 )
 from .ptx import (
     async_fence,
@@ -37,6 +38,7 @@ from .ptx import (
     barrier_expect,
     barrier_init,
     barrier_init_fence,
+    barrier_test,
     barrier_wait,
     bulk_copy_hinted,
     cp_async_16,
@@ -50,6 +52,7 @@ from .ptx import (
     load_fresh,
     mma,
     shared_address,
+    zeros,
 )
 from .scalar import device, shuffle_xor
 from .unroll import registers, static, unrolled
@@ -66,7 +69,8 @@ BUDGET = 112 << 10
 SHAPES = {8: (8, 1, 1), 16: (8, 1, 1), 32: (8, 2, 2), 64: (4, 4, 4)}
 """By the most rows of a group: units of a round at most, consumer warps that share the rows of a unit, row warps."""
 
-ROWS = SHIFT = MT = HALVES = SPLIT = X_WARPS = X_COPIES = 0  # of each version, put in by `unrolled`
+ROWS = SHIFT = HALVES = SPLIT = X_WARPS = X_COPIES = 0  # of each version, put in by `unrolled`
+zero = fetch = multiply = last_step = pairs = None  # the same, put in by _make
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
 
@@ -82,6 +86,88 @@ def advance(slot, parity, stages):
     if slot == stages:
         return i32(0), u32(parity ^ u32(1))
     return slot, parity
+
+
+@device
+def round_of(unit, stop, most, units, rows, group_rows, start, table, experts):
+    """The round that begins at `unit`: units taken, the first one's tile, the expert, and its rows [first, last)."""
+    group = i32(divide(u32(unit), u32(units)))
+    tile = i32(unit - i32(group * units))
+    taken = min(most, i32(stop - unit), i32(units - tile))
+    if start == u64(0):
+        return taken, tile, i32(0), i32(group * group_rows), rows
+    expert = find_expert(table, experts, group, i32(1))
+    first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * group_rows))
+    return taken, tile, expert, first, table_start(table, i32(expert + i32(1)))
+
+
+@device
+def weights_at(wa, step):
+    """Fragments of a unit's 16 rows in one k step of a stage: its swizzled address."""
+    return ldmatrix_x4(u32(u32(wa ^ u32(u32(step & 3) * u32(32))) + u32(u32(step >> 2) * u32(2048))))
+
+
+@device
+def fetch_8(wa, xa, step):
+    """Fragments of two k steps, weights as the 16-row operand."""
+    return weights_at(wa, step), weights_at(wa, step + 1), ldmatrix_x4(u32(xa + u32(u32(step) * u32(32))))
+
+
+@device
+def multiply_one_8(acc, w, x0, x1):
+    return mma(w[0], w[1], w[2], w[3], x0, x1, acc[0], acc[1], acc[2], acc[3])
+
+
+@device
+def multiply_8(acc, f):
+    w0, w1, x = f
+    return multiply_one_8(multiply_one_8(acc, w0, x[0], x[1]), w1, x[2], x[3])
+
+
+@device
+def fetch_16(wa, xa, step):
+    """Fragments of two k steps, activations as the 16-row operand and the two halves of a unit as 8-row ones."""
+    x0 = ldmatrix_x4(u32(xa + u32(u32(step) * u32(32))))
+    x1 = ldmatrix_x4(u32(xa + u32(u32(step) * u32(32)) + u32(32)))
+    return weights_at(wa, step), weights_at(wa, step + 1), x0, x1
+
+
+@device
+def multiply_step_16(acc, w, x):
+    a = mma(x[0], x[1], x[2], x[3], w[0], w[1], acc[0], acc[1], acc[2], acc[3])
+    b = mma(x[0], x[1], x[2], x[3], w[2], w[3], acc[4], acc[5], acc[6], acc[7])
+    return a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]
+
+
+@device
+def multiply_16(acc, f):
+    return multiply_step_16(multiply_step_16(acc, f[0], f[2]), f[1], f[3])
+
+
+@device
+def last_step_8(acc, wa, xa, step):
+    x = ldmatrix_x2(u32(xa + u32(u32(step) * u32(32))))
+    return multiply_one_8(acc, weights_at(wa, step), x[0], x[1])
+
+
+@device
+def last_step_16(acc, wa, xa, step):
+    return multiply_step_16(acc, weights_at(wa, step), ldmatrix_x4(u32(xa + u32(u32(step) * u32(32)))))
+
+
+@device
+def pairs_8(acc, lane):
+    """A thread holds outputs l / 4 and l / 4 + 8 of two rows; its neighbour gives the other half of one row's pairs."""
+    odd = i32(lane & i32(4)) != i32(0)
+    p = shuffle_xor(acc[0] if odd else acc[1], i32(4))
+    q = shuffle_xor(acc[2] if odd else acc[3], i32(4))
+    return (pack(p, acc[1]), pack(q, acc[3])) if odd else (pack(acc[0], p), pack(acc[2], q))
+
+
+@device
+def pairs_16(acc, lane):
+    """The pairs of row l / 4 in columns 0 to 7 and 8 to 15, then those of row l / 4 + 8."""
+    return pack(acc[0], acc[1]), pack(acc[4], acc[5]), pack(acc[2], acc[3]), pack(acc[6], acc[7])
 
 
 def _ring(
@@ -135,12 +221,7 @@ def _ring(
         parity = u32(1)
         policy = evict_first()
         while unit < stop:
-            group = i32(divide(u32(unit), u32(units)))
-            tile = i32(unit - i32(group * units))
-            taken = min(warps, i32(stop - unit), i32(units - tile))
-            expert = i32(0)
-            if start != u64(0):
-                expert = find_expert(table, experts, group, i32(1))
+            taken, tile, expert, _, _ = round_of(unit, stop, warps, units, rows, i32(ROWS), start, table, experts)
             source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(tile + lane)) * u64(unit_bytes))
             for c in range(chunks):
                 part = min(i32(UNIT_CHUNK), i32(unit_bytes - i32(c * UNIT_CHUNK)))
@@ -163,15 +244,7 @@ def _ring(
         piece = i32(lane & i32(15))
         to = u32(u32(warps) * u32(UNIT_CHUNK) + u32(mine) * u32(X_PITCH) + u32(piece) * u32(16))
         while unit < stop:
-            group = i32(divide(u32(unit), u32(units)))
-            tile = i32(unit - i32(group * units))
-            taken = min(warps, i32(stop - unit), i32(units - tile))
-            first = i32(group * i32(ROWS))
-            last = rows
-            if start != u64(0):
-                expert = find_expert(table, experts, group, i32(1))
-                first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * i32(ROWS)))
-                last = table_start(table, i32(expert + i32(1)))
+            taken, _, _, first, last = round_of(unit, stop, warps, units, rows, i32(ROWS), start, table, experts)
             source = registers(X_COPIES, u64(0))
             for i in static(X_COPIES):
                 row = i32(first + mine + i32(2 * i))
@@ -200,194 +273,93 @@ def _ring(
         pair = i32(i32(lane >> i32(3)) * i32(2))
     else:
         # weights are the 8-row operand, twice: row l % 8 of half l / 16, piece (l / 8) % 2
-        # activations are the 16-row one: row l % 16, piece l / 16
         wo = u32(u32(lane >> i32(4)) * u32(1024) + u32(lane & i32(7)) * u32(128))
         wo = u32(wo + u32(u32(u32(lane >> i32(3)) & u32(1)) ^ u32(lane & i32(7))) * u32(16))
+        # activations are the 16-row one: row l % 16, piece l / 16
         xo = u32(u32(lane & i32(15)) * u32(X_PITCH) + u32(lane >> i32(4)) * u32(16))
         here = i32(lane >> i32(2))
         pair = i32(i32(lane & i32(3)) * i32(2))
-    wo = u32(wo + u32(warp // i32(SPLIT)) * u32(UNIT_CHUNK))
-    share = i32(i32(warp - i32(i32(warp // i32(SPLIT)) * i32(SPLIT))) * i32(16 * MT))  # this warp's first row
+    place = i32(warp // i32(SPLIT))
+    share = i32(i32(warp - i32(place * i32(SPLIT))) * i32(16))  # this warp's first row
     here = i32(here + share)
+    wo = u32(wo + u32(place) * u32(UNIT_CHUNK))
     xo = u32(xo + u32(warps) * u32(UNIT_CHUNK) + u32(share) * u32(X_PITCH))
     whole = i32(depth // i32(CHUNK))
     rest = i32(i32(depth - i32(whole * i32(CHUNK))) >> i32(4))
     while unit < stop:
-        group = i32(divide(u32(unit), u32(units)))
-        tile = i32(unit - i32(group * units))
-        taken = min(warps, i32(stop - unit), i32(units - tile))
+        taken, tile, _, first, last = round_of(unit, stop, warps, units, rows, i32(ROWS), start, table, experts)
         unit = i32(unit + taken)
-        if i32(warp // i32(SPLIT)) >= taken:  # nothing to do but to keep step
+        if place >= taken:  # nothing to do but to keep step
             for _ in range(chunks):
                 barrier_wait(u32(base + u32(slot) * u32(16)), parity)
                 if lane == i32(0):
                     barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
                 slot, parity = advance(slot, parity, stages)
             continue
-        first = i32(group * i32(ROWS))
-        last = rows
-        if start != u64(0):
-            expert = find_expert(table, experts, group, i32(1))
-            first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * i32(ROWS)))
-            last = table_start(table, i32(expert + i32(1)))
-        mine = i32(tile + i32(warp // i32(SPLIT)))
-        acc = registers(8 * MT, np.float32(0.0))
-        kept = registers(4 * MT, u32(0))
-        factor = registers(2 * MT, np.float32(0.0))
-        fa = registers(16 * MT, u32(0))
-        fb = registers(16, u32(0))
-        for m in static(MT):  # what the end needs is asked for early
-            for h in static(HALVES):
-                row = i32(first + i32(m * 16 + h * 8) + here)
-                if row < last and mode == SCALED:
-                    factor[2 * m + h] = row_weight(extra, row)
-                if row < last and mode == RESIDUAL:
-                    for t in static(2):
-                        column = i32(mine * i32(16) + i32(t * 8) + pair)
-                        if column < columns:
-                            kept[4 * m + 2 * h + t] = residual_pair(extra, out_row, columns, row, column)
-        barrier_wait(u32(base + u32(slot) * u32(16)), parity)
+        mine = i32(tile + place)
+        kept = registers(4, u32(0))
+        factor = registers(2, np.float32(0.0))
+        for h in static(HALVES):  # what the end needs is asked for early
+            row = i32(first + i32(h * 8) + here)
+            if row < last and mode == SCALED:
+                factor[h] = row_weight(extra, row)
+            if row < last and mode == RESIDUAL:
+                for t in static(2):
+                    column = i32(mine * i32(16) + i32(t * 8) + pair)
+                    if column < columns:
+                        kept[2 * h + t] = residual_pair(extra, out_row, columns, row, column)
+        acc = zero()
+        full = u32(base + u32(slot) * u32(16))
+        barrier_wait(full, parity)
         wa = u32(ring + u32(slot) * stage_size + wo)
         xa = u32(ring + u32(slot) * stage_size + xo)
-        for s in static(2):
-            r = ldmatrix_x4(u32(u32(wa ^ u32(((0 + s) & 3) * 32)) + u32(((0 + s) >> 2) * 2048)))
-            for i in static(4):
-                fb[4 * (0 + s) + i] = r[i]
-            if ROWS > 8:
-                for m in static(MT):
-                    r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (0 + s) * 32)))
-                    for i in static(4):
-                        fa[4 * (MT * (0 + s) + m) + i] = r[i]
-        if ROWS == 8:
-            r = ldmatrix_x4(u32(xa + u32((0) * 32)))
-            for i in static(4):
-                fa[2 * (0) + i] = r[i]
+        now = fetch(wa, xa, 0)
         for c in range(whole):
             # two k steps at a time: the next two are fetched before these are multiplied
-            freed = u32(base + u32(slot) * u32(16) + u32(8))
-            for q in static(4):
-                if q < 3:
-                    for s in static(2):
-                        r = ldmatrix_x4(
-                            u32(u32(wa ^ u32(((2 * (q + 1) + s) & 3) * 32)) + u32(((2 * (q + 1) + s) >> 2) * 2048))
-                        )
-                        for i in static(4):
-                            fb[4 * ((q + 1) % 2 * 2 + s) + i] = r[i]
-                        if ROWS > 8:
-                            for m in static(MT):
-                                r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (2 * (q + 1) + s) * 32)))
-                                for i in static(4):
-                                    fa[4 * (MT * ((q + 1) % 2 * 2 + s) + m) + i] = r[i]
-                    if ROWS == 8:
-                        r = ldmatrix_x4(u32(xa + u32((2 * (q + 1)) * 32)))
-                        for i in static(4):
-                            fa[2 * ((q + 1) % 2 * 2) + i] = r[i]
-                else:
-                    slot, parity = advance(slot, parity, stages)
-                    if i32(c + i32(1)) < chunks:
-                        barrier_wait(u32(base + u32(slot) * u32(16)), parity)
-                        wa = u32(ring + u32(slot) * stage_size + wo)
-                        xa = u32(ring + u32(slot) * stage_size + xo)
-                        for s in static(2):
-                            r = ldmatrix_x4(u32(u32(wa ^ u32(((0 + s) & 3) * 32)) + u32(((0 + s) >> 2) * 2048)))
-                            for i in static(4):
-                                fb[4 * (0 + s) + i] = r[i]
-                            if ROWS > 8:
-                                for m in static(MT):
-                                    r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH + (0 + s) * 32)))
-                                    for i in static(4):
-                                        fa[4 * (MT * (0 + s) + m) + i] = r[i]
-                        if ROWS == 8:
-                            r = ldmatrix_x4(u32(xa + u32((0) * 32)))
-                            for i in static(4):
-                                fa[2 * (0) + i] = r[i]
-                for s in static(2):
-                    if ROWS == 8:
-                        d = mma(
-                            fb[4 * (q % 2 * 2 + s)], fb[4 * (q % 2 * 2 + s) + 1],
-                            fb[4 * (q % 2 * 2 + s) + 2], fb[4 * (q % 2 * 2 + s) + 3],
-                            fa[2 * (q % 2 * 2 + s)], fa[2 * (q % 2 * 2 + s) + 1], acc[0], acc[1], acc[2], acc[3],
-                        )  # fmt: skip
-                        for i in static(4):
-                            acc[i] = d[i]
-                    else:
-                        for m in static(MT):
-                            for t in static(2):
-                                d = mma(
-                                    fa[4 * (MT * (q % 2 * 2 + s) + m) + 0], fa[4 * (MT * (q % 2 * 2 + s) + m) + 1],
-                                    fa[4 * (MT * (q % 2 * 2 + s) + m) + 2], fa[4 * (MT * (q % 2 * 2 + s) + m) + 3],
-                                    fb[4 * (q % 2 * 2 + s) + 2 * t], fb[4 * (q % 2 * 2 + s) + 2 * t + 1],
-                                    acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1],
-                                    acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
-                                )  # fmt: skip
-                                for i in static(4):
-                                    acc[8 * m + 4 * t + i] = d[i]
+            freed = u32(full + u32(8))
+            slot, parity = advance(slot, parity, stages)
+            full = u32(base + u32(slot) * u32(16))
+            more = i32(c + i32(1)) < chunks
+            landed = barrier_test(full, parity)  # asked early: the answer takes as long as two products
+            then = fetch(wa, xa, 2)
+            acc = multiply(acc, now)
+            now = fetch(wa, xa, 4)
+            acc = multiply(acc, then)
+            then = fetch(wa, xa, 6)
+            acc = multiply(acc, now)
+            if more:
+                if landed == u32(0):
+                    barrier_wait(full, parity)
+                wa = u32(ring + u32(slot) * stage_size + wo)
+                xa = u32(ring + u32(slot) * stage_size + xo)
+                now = fetch(wa, xa, 0)
+            acc = multiply(acc, then)
             cuda.syncwarp()
             if lane == i32(0):
                 barrier_arrive(freed)
         if rest > i32(0):
             for s in range(rest):
-                r = ldmatrix_x4(u32(u32(wa ^ u32(u32(s & 3) * u32(32))) + u32(u32(s >> 2) * u32(2048))))
-                for i in static(4):
-                    fb[i] = r[i]
-                if ROWS == 8:
-                    e = ldmatrix_x2(u32(xa + u32(s) * u32(32)))
-                    fa[0] = e[0]
-                    fa[1] = e[1]
-                else:
-                    for m in static(MT):
-                        r = ldmatrix_x4(u32(xa + u32(m * 16 * X_PITCH) + u32(s) * u32(32)))
-                        for i in static(4):
-                            fa[4 * m + i] = r[i]
-                if ROWS == 8:
-                    d = mma(
-                        fb[0], fb[1], fb[2], fb[3],
-                        fa[0], fa[1], acc[0], acc[1], acc[2], acc[3],
-                    )  # fmt: skip
-                    for i in static(4):
-                        acc[i] = d[i]
-                else:
-                    for m in static(MT):
-                        for t in static(2):
-                            d = mma(
-                                fa[4 * m + 0], fa[4 * m + 1],
-                                fa[4 * m + 2], fa[4 * m + 3],
-                                fb[2 * t], fb[2 * t + 1],
-                                acc[8 * m + 4 * t], acc[8 * m + 4 * t + 1],
-                                acc[8 * m + 4 * t + 2], acc[8 * m + 4 * t + 3],
-                            )  # fmt: skip
-                            for i in static(4):
-                                acc[8 * m + 4 * t + i] = d[i]
+                acc = last_step(acc, wa, xa, s)
             cuda.syncwarp()
             if lane == i32(0):
-                barrier_arrive(u32(base + u32(slot) * u32(16) + u32(8)))
+                barrier_arrive(u32(full + u32(8)))
             slot, parity = advance(slot, parity, stages)
-        if ROWS == 8:
-            # the thread holds outputs l / 4 and l / 4 + 8 of two rows: its neighbour gives the pair's other half of one
-            odd = i32(lane & i32(4)) != i32(0)
-            p = shuffle_xor(acc[0] if odd else acc[1], i32(4))
-            q = shuffle_xor(acc[2] if odd else acc[3], i32(4))
-            low = pack(p, acc[1]) if odd else pack(acc[0], p)
-            high = pack(q, acc[3]) if odd else pack(acc[2], q)
-        for m in static(MT):
-            for h in static(HALVES):
-                row = i32(first + i32(m * 16 + h * 8) + here)
-                if row < last:
-                    if ROWS > 8:
-                        low = pack(acc[8 * m + 2 * h], acc[8 * m + 2 * h + 1])
-                        high = pack(acc[8 * m + 4 + 2 * h], acc[8 * m + 4 + 2 * h + 1])
-                    if mode == SWIGLU:
-                        column = i32(mine * i32(8) + pair)
-                        store_pair(out, out_row, columns, mode, row, column, swiglu_pair(low, high))
-                    else:
-                        if mode == RESIDUAL:
-                            low = add_pair(low, kept[4 * m + 2 * h])
-                            high = add_pair(high, kept[4 * m + 2 * h + 1])
-                        elif mode == SCALED:
-                            low, high = scale_pair(low, factor[2 * m + h]), scale_pair(high, factor[2 * m + h])
-                        column = i32(mine * i32(16) + pair)
-                        store_pair(out, out_row, columns, mode, row, column, low)
-                        store_pair(out, out_row, columns, mode, row, i32(column + i32(8)), high)
+        results = pairs(acc, lane)
+        for h in static(HALVES):
+            row = i32(first + i32(h * 8) + here)
+            if row < last:
+                low, high = results[2 * h], results[2 * h + 1]
+                if mode == SWIGLU:
+                    column = i32(mine * i32(8) + pair)
+                    store_pair(out, out_row, columns, mode, row, column, swiglu_pair(low, high))
+                else:
+                    if mode == RESIDUAL:
+                        low, high = add_pair(low, kept[2 * h]), add_pair(high, kept[2 * h + 1])
+                    elif mode == SCALED:
+                        low, high = scale_pair(low, factor[h]), scale_pair(high, factor[h])
+                    column = i32(mine * i32(16) + pair)
+                    store_pair(out, out_row, columns, mode, row, column, low)
+                    store_pair(out, out_row, columns, mode, row, i32(column + i32(8)), high)
 
 
 ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64 i32 i32 i32"
@@ -402,11 +374,19 @@ def threads(rows: int, warps: int) -> int:
 def _make(rows: int) -> Kernel:
     most, split, row_warps = SHAPES[rows]
     known: dict[str, Any] = {
-        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "MT": max(1, rows // 16 // split),
-        "HALVES": 1 if rows == 8 else 2, "SPLIT": split,
-        "X_WARPS": row_warps, "X_COPIES": rows // 2 // row_warps, "CHUNK": CHUNK,
-        "UNIT_CHUNK": UNIT_CHUNK, "X_PITCH": X_PITCH, "RING": RING,
+        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "HALVES": 1 if rows == 8 else 2, "SPLIT": split,
+        "X_WARPS": row_warps, "X_COPIES": rows // 2 // row_warps, "CHUNK": CHUNK, "UNIT_CHUNK": UNIT_CHUNK,
+        "X_PITCH": X_PITCH, "RING": RING,
     }  # fmt: skip
+    few = rows == 8
+    function = with_globals(
+        unrolled(_ring, **known),
+        zero=zeros(4 if few else 8),
+        fetch=fetch_8 if few else fetch_16,
+        multiply=multiply_8 if few else multiply_16,
+        last_step=last_step_8 if few else last_step_16,
+        pairs=pairs_8 if few else pairs_16,
+    )
     register = kernel(
         ARGUMENTS,
         threads=threads(rows, most),
@@ -414,7 +394,7 @@ def _make(rows: int) -> Kernel:
         architectures=BULK,
         name=f"ring_product_{rows}",
     )
-    return register(unrolled(_ring, **known))
+    return register(function)
 
 
 RING_PRODUCTS = {rows: _make(rows) for rows in SHAPES}

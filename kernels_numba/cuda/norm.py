@@ -64,6 +64,7 @@ def rms_norm(x, weight, eps, hidden, out):
     pieces = hidden >> 3
     first = np.int64(cuda.blockIdx.x) * pieces
     total = ZERO
+    a, b, c, d = np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
     for start in range(0, pieces, THREADS):
         piece = start + cuda.threadIdx.x
         squares = ZERO
@@ -73,7 +74,8 @@ def rms_norm(x, weight, eps, hidden, out):
         total = lane_sum(total, squares, partial)
     scale = row_scale(total, hidden, eps)
     for piece in range(cuda.threadIdx.x, pieces, THREADS):
-        a, b, c, d = load4(x, (first + piece) * 4)
+        if pieces > THREADS:
+            a, b, c, d = load4(x, (first + piece) * 4)
         e, f, g, h = load4(weight, piece * 4)
         store4(
             out,

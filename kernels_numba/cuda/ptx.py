@@ -15,17 +15,11 @@ from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from .scalar import address_of, instruction
+from .scalar import mma as mma
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 # Tensor cores
-
-mma = instruction(
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-    "rrrrrrffff",
-    "ffff",
-)
-"""mma(a0..a3, b0, b1, c0..c3): c + a b of a 16 x 16 and a 16 x 8 bf16 tile held by a warp [9.7.14.5.8]."""
 
 ldmatrix_x4 = instruction("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "r", "rrrr", memory=True)
 """Four 8 x 8 bf16 matrices from shared memory; lane l gives the address of row l % 8 of matrix l / 8 [9.7.14.5.15]."""
@@ -135,6 +129,13 @@ barrier_wait = instruction(
     memory=True,
 )
 """barrier_wait(barrier, parity): until the phase of that parity is over; traps instead of hanging [9.7.13.15.16]."""
+barrier_test = instruction(
+    "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
+    "rr",
+    "r",
+    memory=True,
+)
+"""barrier_test(barrier, parity): 1 if the phase of that parity is over, without waiting [9.7.13.15.16]."""
 barrier_init_fence = instruction("fence.mbarrier_init.release.cluster;", "", memory=True)
 """Makes initialised barriers visible to the copy engine [9.7.13.4]."""
 async_fence = instruction("fence.proxy.async.shared::cta;", "", memory=True)
@@ -163,10 +164,8 @@ store_32 = instruction("st.global.u32 [$0], $1;", "lr", memory=True)
 """4 bytes [9.7.9.11]."""
 store_128 = instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "lrrrr", memory=True)
 """16 bytes [9.7.9.11]."""
-shared_load_128 = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "r", "rrrr", memory=True)
-"""16 bytes from shared memory [9.7.9.8]."""
-shared_store_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "rrrrr", memory=True)
-"""16 bytes to shared memory [9.7.9.11]."""
+atomic_add = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "lr", "r", memory=True)
+"""atomic_add(address, x): adds to a uint32 in global memory, and what was there before [9.7.13.3]."""
 shared_load = instruction("ld.shared.s32 $0, [$1];", "r", "i", memory=True)
 """An int32 from shared memory [9.7.9.8]."""
 shared_store = instruction("st.shared.s32 [$0], $1;", "ri", memory=True)

@@ -1,7 +1,7 @@
 """Mixture of experts beside its products: the router, rows grouped by expert, and the sum over experts.
 
-A router logit is the sum of four quarters of k, each in ascending order 16 at a time, added in order; the same kernel
-serves prompts and decode rounds.
+A router logit is the sum of eight parts of k, each in ascending order 16 at a time, added in order; the same kernel serves
+prompts and decode rounds.
 """
 
 from __future__ import annotations
@@ -21,24 +21,30 @@ from .scalar import (
     div,
     let_next_start,
     load4,
+    load4_shared,
+    mma,
     mul,
     store4,
+    store4_shared,
     wait_for_earlier,
     warp_largest,
 )
 from .unroll import registers, static, unrolled
 
 if not SIMULATED:
-    from .ptx import mma, shared_address, shared_load_128, shared_store_128
+    from .ptx import atomic_add, store_32
 
 MOST_EXPERTS = 64
-QUARTERS = 4
-TILES = MOST_EXPERTS // 16
-ROUTE_THREADS = 32 * QUARTERS * TILES
-ROUTE_ROWS = 8  # rows of one block
+PARTS = 8  # of k, summed in order
+TILE = 16  # experts of a tensor-core tile
+ROUTE_ROWS = 8  # rows of one block, and its warps
+ROUTE_THREADS = 32 * PARTS
 MOST_HIDDEN = 2048
+MOST_TOP = 8  # experts a row
 LINE_WORDS = MOST_HIDDEN // 2 + 16  # of a normed row in shared memory: two lines don't share banks
 LINES_WORDS = ROUTE_ROWS * LINE_WORDS
+MOST_PAIRS = ROUTE_ROWS * MOST_TOP
+SPREAD_BLOCKS = 32  # blocks of rows up to which each tile of experts gets a block of its own
 EPSILON = np.float32(1e-6)
 NOBODY = -1  # the expert id and the place of a padding row
 
@@ -85,7 +91,7 @@ def choose(scores, choice, at, lane, experts, top_k):
 
 @device
 def write_choice(scores, at, lane, chosen_low, chosen_high, normalize, scaling, padding, ids, weights, out):
-    """The chosen ids, ascending, and their weights to out, out + 1, ...; a lane writes one of them."""
+    """The chosen ids, ascending, and their weights to out, out + 1, ...; a lane writes one of them and returns it."""
     total = ZERO
     mine, number, j = ZERO, NOBODY, 0
     for word in range(2):
@@ -98,11 +104,15 @@ def write_choice(scores, at, lane, chosen_low, chosen_high, normalize, scaling, 
             if j == lane:
                 mine, number = value, e
             j += 1
+    if normalize:
+        mine = rounded(div(mine, rounded(add(rounded(total), EPSILON))))
+    if padding:
+        number = NOBODY
+    mine = rounded(mul(mine, scaling))
     if lane < j:
-        if normalize:
-            mine = rounded(div(mine, rounded(add(rounded(total), EPSILON))))
-        ids[out + lane] = NOBODY if padding else number
-        weights[out + lane] = rounded(mul(mine, scaling))
+        ids[out + lane] = number
+        weights[out + lane] = mine
+    return number, mine
 
 
 @device
@@ -114,8 +124,8 @@ def score(logit, bias, has_bias, scores, choice, at, e):
 
 @device
 @unrolled
-def norm_line(h, weight, eps, hidden, row, lane, line_address, x):
-    """RMSNorm of a row by a warp, to x and to shared memory; the same order and bits as norm.py's."""
+def norm_line(h, weight, eps, hidden, row, lane, lines, line, x, writes):
+    """RMSNorm of a row by a warp, to shared memory and, if it `writes`, to x; the same order and bits as norm.py's."""
     pieces = hidden >> 3
     first = np.int64(row) * pieces
     total = ZERO
@@ -124,6 +134,7 @@ def norm_line(h, weight, eps, hidden, row, lane, line_address, x):
         piece = lane + 32 * g
         if piece < pieces:
             words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3] = load4(h, (first + piece) * 4)
+    for g in static(8):
         total = add(total, square_sum(words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3]))
     scale = row_scale(total, hidden, eps)
     for g in static(8):
@@ -133,100 +144,132 @@ def norm_line(h, weight, eps, hidden, row, lane, line_address, x):
             w = load4(weight, piece * 4)
             for i in static(4):
                 w[i] = norm_pair(words[4 * g + i], w[i], scale)
-            store4(x, (first + piece) * 4, w)
-            shared_store_128(np.uint32(line_address + np.uint32(piece * 16)), w)
+            store4_shared(lines, line * LINE_WORDS + piece * 4, w)
+            if writes:
+                store4(x, (first + piece) * 4, w)
+
+
+@device
+@unrolled
+def tile_logits(gate, lines, parts, tile, first, rows, hidden, experts, warp, line, column):
+    """This warp's part of k of the logits of 16 experts and 8 rows, to parts[warp].
+
+    Lane (line, column) holds k = 32 c + 8 column ... + 7 of chunk c: the order within a chunk is free.
+    """
+    chunks = np.int32(hidden >> np.int32(5))
+    chunk = np.int32(np.int32(chunks * warp) >> np.int32(3))
+    stop = np.int32(np.int32(chunks * np.int32(warp + np.int32(1))) >> np.int32(3))
+    low = np.int64(min(np.int32(tile * TILE + line), experts - 1)) * (hidden >> 1) + column * 4
+    high = np.int64(min(np.int32(tile * TILE + line + 8), experts - 1)) * (hidden >> 1) + column * 4
+    source = min(line, np.int32(rows - first - 1)) * LINE_WORDS + column * 4
+    sums = registers(4, ZERO)
+    while chunk + 4 <= stop:
+        a = registers(16)
+        b = registers(16)
+        for i in static(4):
+            a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3] = load4(gate, low + (chunk + i) * 16)
+            b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (chunk + i) * 16)
+        for i in static(4):
+            c = registers(4)
+            c = load4_shared(lines, source + (chunk + i) * 16)
+            sums = mma(a[4 * i], b[4 * i], a[4 * i + 1], b[4 * i + 1], c[0], c[1], sums)
+            sums = mma(a[4 * i + 2], b[4 * i + 2], a[4 * i + 3], b[4 * i + 3], c[2], c[3], sums)
+        chunk = np.int32(chunk + np.int32(4))
+    while chunk < stop:
+        d = registers(4)
+        e = registers(4)
+        c = registers(4)
+        d = load4(gate, low + chunk * 16)
+        e = load4(gate, high + chunk * 16)
+        c = load4_shared(lines, source + chunk * 16)
+        sums = mma(d[0], e[0], d[1], e[1], c[0], c[1], sums)
+        sums = mma(d[2], e[2], d[3], e[3], c[2], c[3], sums)
+        chunk = np.int32(chunk + np.int32(1))
+    parts[warp, line, column * 2] = sums[0]
+    parts[warp, line, column * 2 + 1] = sums[1]
+    parts[warp, line + 8, column * 2] = sums[2]
+    parts[warp, line + 8, column * 2 + 1] = sums[3]
 
 
 @kernel(
-    "u32* u32* f32 u32* u32* f32* i32 i32* i32* i32 i32 i32 i32 i32 f32 i32* f32* i32* i32* f32* i32*", threads=ROUTE_THREADS
+    "u32* u32* f32 u32* u32* f32* i32 i32* i32* i32 i32 i32 i32 i32 f32 f32* u64 i32* f32* i32* i32* f32* i32*",
+    threads=ROUTE_THREADS,
 )
-@unrolled
 def norm_route(
-    h, norm_weight, eps, x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts, top_k, normalize, scaling, ids,
-    weights, starts, pair_row, pair_weight, place,
+    h, norm_weight, eps, x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts, top_k, normalize, scaling, logits,
+    arrived, ids, weights, starts, pair_row, pair_weight, place,
 ):  # fmt: skip
     """x = RMSNorm of rows h, and top_k experts a row: largest r(sigmoid(r(gate x))) + bias, ties to the lower id.
 
     h, x [rows, hidden], gate [experts, hidden] bf16 in pairs, hidden a multiple of 32. ids [rows, top_k] ascend; weights are the
     chosen sigmoids, divided by their sum (+ 1e-6) if `normalize`, times `scaling`. Padding rows get id -1.
-    Grid [rows / 8], 512 threads: warp w takes quarter w / 4 of k for experts 16 (w % 4) ... + 15. A single block also
+    Grid [rows / 8, 1 or tiles of 16 experts], 256 threads. With a block for each tile, the last of a row block to arrive
+    chooses: logits [rows, 64] is scratch, arrived [rows / 8] counts and is 0 before and after. A single row block also
     groups the rows by expert (see `group_rows`).
     """
     lines = cuda.shared.array(LINES_WORDS, np.uint32)
-    parts = cuda.shared.array((QUARTERS, MOST_EXPERTS, ROUTE_ROWS), np.float32)
+    parts = cuda.shared.array((PARTS, TILE, ROUTE_ROWS), np.float32)
     scores = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
     choice = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
+    chosen_ids = cuda.shared.array(MOST_PAIRS, np.int32)
+    chosen_weights = cuda.shared.array(MOST_PAIRS, np.float32)
+    last = cuda.shared.array(1, np.int32)
+    let_next_start()
+    wait_for_earlier()
     thread = np.int32(cuda.threadIdx.x)
     lane, warp = np.int32(thread & np.int32(31)), np.int32(thread >> np.int32(5))
-    first = np.int32(np.int32(cuda.blockIdx.x) * np.int32(ROUTE_ROWS))
-    quarter, tile = np.int32(warp >> np.int32(2)), np.int32(warp & np.int32(3))
     line, column = np.int32(lane >> np.int32(2)), np.int32(lane & np.int32(3))
-    base = shared_address(lines)
-    let_next_start()
-    # lane (line, column) holds k = 32 c + 8 column ... + 7 of chunk c: the order within a chunk is free
-    chunks = np.int32(hidden >> np.int32(5))
-    begin = np.int32(np.int32(chunks * quarter) >> np.int32(2))
-    stop = np.int32(np.int32(chunks * np.int32(quarter + np.int32(1))) >> np.int32(2))
-    low = np.int64(min(np.int32(tile * 16 + line), experts - 1)) * (hidden >> 1) + column * 4
-    high = np.int64(min(np.int32(tile * 16 + line + 8), experts - 1)) * (hidden >> 1) + column * 4
-    a = registers(16, np.uint32(0))
-    b = registers(16, np.uint32(0))
-    first_weights = tile * 16 < experts and begin + 4 <= stop
-    if first_weights:  # they come while the kernel before still runs
-        for i in static(4):
-            a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3] = load4(gate, low + (begin + i) * 16)
-    wait_for_earlier()
-    if warp < ROUTE_ROWS and first + warp < rows:
-        norm_line(h, norm_weight, eps, hidden, first + warp, lane, np.uint32(base + np.uint32(warp * (4 * LINE_WORDS))), x)
-    if first_weights:
-        for i in static(4):
-            b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (begin + i) * 16)
+    first = np.int32(np.int32(cuda.blockIdx.x) * np.int32(ROUTE_ROWS))
+    row = np.int32(min(np.int32(first + warp), rows - 1))
+    norm_line(h, norm_weight, eps, hidden, row, lane, lines, warp, x, cuda.blockIdx.y == 0 and first + warp < rows)
     cuda.syncthreads()
-    if tile * 16 < experts:
-        source = np.uint32(base + np.uint32(min(line, np.int32(rows - first - 1)) * (4 * LINE_WORDS) + column * 16))
-        sums = registers(4, ZERO)
-        chunk = begin
-        while chunk + 4 <= stop:
-            c = registers(16)
-            for i in static(4):
-                c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3] = shared_load_128(np.uint32(source + np.uint32((chunk + i) * 64)))
-            for i in static(8):
-                sums = mma(a[2 * i], b[2 * i], a[2 * i + 1], b[2 * i + 1], c[2 * i], c[2 * i + 1], sums)
-            chunk = np.int32(chunk + np.int32(4))
-            if chunk + 4 <= stop:
-                for i in static(4):
-                    a[4 * i], a[4 * i + 1], a[4 * i + 2], a[4 * i + 3] = load4(gate, low + (chunk + i) * 16)
-                    b[4 * i], b[4 * i + 1], b[4 * i + 2], b[4 * i + 3] = load4(gate, high + (chunk + i) * 16)
-        while chunk < stop:
-            a[0], a[1], a[2], a[3] = load4(gate, low + chunk * 16)
-            b[0], b[1], b[2], b[3] = load4(gate, high + chunk * 16)
-            c = registers(4)
-            c = shared_load_128(np.uint32(source + np.uint32(chunk * 64)))
-            sums = mma(a[0], b[0], a[1], b[1], c[0], c[1], sums)
-            sums = mma(a[2], b[2], a[3], b[3], c[2], c[3], sums)
-            chunk = np.int32(chunk + np.int32(1))
-        parts[quarter, tile * 16 + line, column * 2] = sums[0]
-        parts[quarter, tile * 16 + line, column * 2 + 1] = sums[1]
-        parts[quarter, tile * 16 + line + 8, column * 2] = sums[2]
-        parts[quarter, tile * 16 + line + 8, column * 2 + 1] = sums[3]
-    cuda.syncthreads()
+    spread = cuda.gridDim.y > 1
     at, e = thread & 7, thread >> 3
-    if e < experts:
-        total = parts[0, e, at]
-        for q in static(1, 4):
-            total = add(total, parts[q, e, at])
-        score(total, bias, has_bias, scores, choice, at, e)
-    cuda.syncthreads()
-    row = np.int32(first + warp)
-    if warp < ROUTE_ROWS and row < rows:
-        chosen_low, chosen_high = choose(scores, choice, warp, lane, experts, top_k)
-        padding = seg_slot[row_segment[row]] < 0
-        write_choice(
-            scores, warp, lane, chosen_low, chosen_high, normalize, scaling, padding, ids, weights, np.int64(row) * top_k
-        )
-    if cuda.gridDim.x == 1:
+    for tile in range(cuda.blockIdx.y, (experts + TILE - 1) // TILE, cuda.gridDim.y):
+        tile_logits(gate, lines, parts, tile, first, rows, hidden, experts, warp, line, column)
         cuda.syncthreads()
-        group_few(ids, weights, rows * top_k, top_k, experts, thread, starts, pair_row, pair_weight, place)
+        expert = tile * TILE + e
+        if e < TILE and expert < experts:
+            total = parts[0, e, at]
+            for part in range(1, PARTS):
+                total = add(total, parts[part, e, at])
+            if spread:
+                logits[np.int64(first + at) * MOST_EXPERTS + expert] = total
+            else:
+                score(total, bias, has_bias, scores, choice, at, expert)
+        cuda.syncthreads()
+    if spread:
+        if thread == 0:
+            cuda.threadfence()
+            before = atomic_add(arrived + np.uint64(4 * cuda.blockIdx.x), np.uint32(1))
+            last[0] = np.int32(before + np.uint32(1) == np.uint32(cuda.gridDim.y))
+            if last[0] == 1:
+                store_32(arrived + np.uint64(4 * cuda.blockIdx.x), np.uint32(0))
+                cuda.threadfence()
+        cuda.syncthreads()
+        if last[0] == 0:
+            return
+        for expert in range(e, experts, ROUTE_THREADS >> 3):
+            logit = logits[np.int64(first + at) * MOST_EXPERTS + expert]
+            score(logit, bias, has_bias, scores, choice, at, expert)
+        cuda.syncthreads()
+    chosen_low, chosen_high = choose(scores, choice, row - first, lane, experts, top_k)
+    padding = seg_slot[row_segment[row]] < 0
+    # a warp past the last row repeats that row, and writes the same
+    number, weight = write_choice(
+        scores, row - first, lane, chosen_low, chosen_high, normalize, scaling, padding, ids, weights, np.int64(row) * top_k
+    )
+    if cuda.gridDim.x == 1:
+        if lane < top_k and first + warp < rows:
+            chosen_ids[warp * top_k + lane] = number
+            chosen_weights[warp * top_k + lane] = weight
+        cuda.syncthreads()
+        group_few(chosen_ids, chosen_weights, rows * top_k, top_k, experts, thread, starts, pair_row, pair_weight, place)
+
+
+@device
+def before_pair(expert, pair, other_expert, other_pair):
+    return expert < other_expert or (expert == other_expert and pair < other_pair)
 
 
 @device
@@ -236,7 +279,7 @@ def group_few(ids, weights, pairs, top_k, experts, thread, starts, pair_row, pai
         e = ids[thread]
         at = 0
         for other in range(pairs):
-            if ids[other] >= 0 and (ids[other] < e or (ids[other] == e and other < thread)):
+            if ids[other] >= 0 and before_pair(ids[other], other, e, thread):
                 at += 1
         place[thread] = at if e >= 0 else NOBODY
         if e >= 0:
@@ -318,16 +361,25 @@ def added(residual, total):
 
 
 @device
+@unrolled
 def expert_sum(y, place, residual, row, piece, pieces, top_k):
     """8 values of r(residual + r(sum of y)), the sum in float32 in ascending expert id; y is weighted already."""
+    rest = registers(4)
+    rest = load4(residual, (np.int64(row) * pieces + piece) * 4)
     s0, s1, s2, s3 = (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO)
-    for j in range(top_k):
-        at = place[np.int64(row) * top_k + j]
-        if at >= 0:
-            a, b, c, d = load4(y, (np.int64(at) * pieces + piece) * 4)
-            s0, s1, s2, s3 = plus(s0, a), plus(s1, b), plus(s2, c), plus(s3, d)
-    a, b, c, d = load4(residual, (np.int64(row) * pieces + piece) * 4)
-    return added(a, s0), added(b, s1), added(c, s2), added(d, s3)
+    for j in range(0, top_k, 4):
+        at = registers(4)
+        for i in static(4):
+            at[i] = place[np.int64(row) * top_k + j + i] if j + i < top_k else NOBODY
+        words = registers(16, np.uint32(0))
+        for i in static(4):
+            if at[i] >= 0:
+                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = load4(y, (np.int64(at[i]) * pieces + piece) * 4)
+        for i in static(4):
+            if at[i] >= 0:
+                s0, s1 = plus(s0, words[4 * i]), plus(s1, words[4 * i + 1])
+                s2, s3 = plus(s2, words[4 * i + 2]), plus(s3, words[4 * i + 3])
+    return added(rest[0], s0), added(rest[1], s1), added(rest[2], s2), added(rest[3], s3)
 
 
 @kernel("u32* i32* u32* i32 i32 u32*", threads=256)
@@ -344,24 +396,22 @@ def combine_experts(y, place, residual, top_k, hidden, out):
 
 @kernel("u32* i32* u32* i32 u32* f32 i32 u32* u32*", threads=256)
 def combine_experts_norm(y, place, residual, top_k, norm_weight, eps, hidden, out, normed):
-    """`combine_experts`, and the RMSNorm of its result for the next layer. Grid [rows], 256 threads."""
+    """`combine_experts`, and the RMSNorm of its result for the next layer; hidden is at most 2048. Grid [rows], 256 threads."""
     let_next_start()
     wait_for_earlier()
     partial = cuda.shared.array(256, np.float32)
     row = cuda.blockIdx.x
     pieces = hidden >> 3
-    total = ZERO
-    for start in range(0, pieces, 256):
-        piece = start + cuda.threadIdx.x
-        squares = ZERO
-        if piece < pieces:
-            a, b, c, d = expert_sum(y, place, residual, row, piece, pieces, top_k)
-            store4(out, (np.int64(row) * pieces + piece) * 4, a, b, c, d)
-            squares = square_sum(a, b, c, d)
-        total = lane_sum(total, squares, partial)
-    scale = row_scale(total, hidden, eps)
-    for piece in range(cuda.threadIdx.x, pieces, 256):
-        at = (np.int64(row) * pieces + piece) * 4
-        a, b, c, d = load4(out, at)
+    piece = cuda.threadIdx.x
+    at = (np.int64(row) * pieces + piece) * 4
+    squares = ZERO
+    a, b, c, d = np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
+    e, f, g, h = np.uint32(0), np.uint32(0), np.uint32(0), np.uint32(0)
+    if piece < pieces:
         e, f, g, h = load4(norm_weight, piece * 4)
+        a, b, c, d = expert_sum(y, place, residual, row, piece, pieces, top_k)
+        store4(out, at, a, b, c, d)
+        squares = square_sum(a, b, c, d)
+    scale = row_scale(lane_sum(ZERO, squares, partial), hidden, eps)
+    if piece < pieces:
         store4(normed, at, norm_pair(a, e, scale), norm_pair(b, f, scale), norm_pair(c, g, scale), norm_pair(d, h, scale))

@@ -75,34 +75,32 @@ def address_of(array_type: Any, context: Any, builder: Any, array: Any, index: A
     return builder.ptrtoint(builder.gep(data, [index]), ir.IntType(64))
 
 
-@intrinsic
-def _load4(typingctx, array, index):
-    """16 bytes from array[index:index + 4] (uint32, 16-byte aligned): ld.global.v4 [9.7.9.8]."""
+def _loads_4(space: str) -> Any:
+    def op(typingctx, array, index):
+        def codegen(context, builder, sig, args):
+            at = address_of(sig.args[0], context, builder, args[0], args[1])
+            kind = ir.FunctionType(ir.LiteralStructType([ir.IntType(32)] * 4), [ir.IntType(64)])
+            text = f"ld{space}.v4.u32 {{$0,$1,$2,$3}}, [$4];"
+            result = builder.call(ir.InlineAsm(kind, text, "=r,=r,=r,=r,l,~{memory}", side_effect=True), [at])
+            return context.make_tuple(builder, sig.return_type, [builder.extract_value(result, i) for i in range(4)])
 
-    def codegen(context, builder, sig, args):
-        u32 = ir.IntType(32)
-        at = address_of(sig.args[0], context, builder, args[0], args[1])
-        kind = ir.FunctionType(ir.LiteralStructType([u32] * 4), [ir.IntType(64)])
-        asm = ir.InlineAsm(kind, "ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l,~{memory}", side_effect=True)
-        result = builder.call(asm, [at])
-        return context.make_tuple(builder, sig.return_type, [builder.extract_value(result, i) for i in range(4)])
+        return types.UniTuple(types.uint32, 4)(array, types.int64), codegen
 
-    return types.UniTuple(types.uint32, 4)(array, types.int64), codegen
+    return intrinsic(op)
 
 
-@intrinsic
-def _store4(typingctx, array, index, a, b, c, d):
-    """16 bytes to array[index:index + 4] (uint32, 16-byte aligned): st.global.v4 [9.7.9.11]."""
+def _stores_4(space: str) -> Any:
+    def op(typingctx, array, index, a, b, c, d):
+        def codegen(context, builder, sig, args):
+            at = address_of(sig.args[0], context, builder, args[0], args[1])
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] + [ir.IntType(32)] * 4)
+            text = f"st{space}.v4.u32 [$0], {{$1,$2,$3,$4}};"
+            builder.call(ir.InlineAsm(kind, text, "l,r,r,r,r,~{memory}", side_effect=True), [at, *args[2:]])
+            return context.get_dummy_value()
 
-    def codegen(context, builder, sig, args):
-        u32 = ir.IntType(32)
-        at = address_of(sig.args[0], context, builder, args[0], args[1])
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] + [u32] * 4)
-        asm = ir.InlineAsm(kind, "st.global.v4.u32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r,~{memory}", side_effect=True)
-        builder.call(asm, [at, *args[2:]])
-        return context.get_dummy_value()
+        return types.void(array, types.int64, *[types.uint32] * 4), codegen
 
-    return types.void(array, types.int64, *[types.uint32] * 4), codegen
+    return intrinsic(op)
 
 
 def _simulated() -> dict[str, Any]:
@@ -127,6 +125,34 @@ def _simulated() -> dict[str, Any]:
     def store4(array: Any, index: Any, *values: Any) -> None:
         for i, value in enumerate(values):
             array[int(index) + i] = value
+
+    @cuda.jit(device=True)
+    def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        every = cuda.shared.array((1024, 6), np.uint32)
+        at = cuda.threadIdx.x
+        every[at] = (a0, a1, a2, a3, b0, b1)
+        cuda.syncthreads()
+        lane, warp = at % 32, at // 32 * 32
+
+        def half(word, k):
+            return np.float64(u32((int(word) >> 16 * (k & 1) & 0xFFFF) << 16).view(f32))
+
+        def entry(row, column):
+            return sum(
+                half(every[warp + row % 8 * 4 + k % 8 // 2, row // 8 + k // 8 * 2], k)
+                * half(every[warp + column * 4 + k % 8 // 2, 4 + k // 8], k)
+                for k in range(16)
+            )
+
+        row, column = lane // 4, lane % 4 * 2
+        out = (
+            f32(c0 + entry(row, column)),
+            f32(c1 + entry(row, column + 1)),
+            f32(c2 + entry(row + 8, column)),
+            f32(c3 + entry(row + 8, column + 1)),
+        )
+        cuda.syncthreads()
+        return out
 
     @cuda.jit(device=True)
     def warp_largest(x):
@@ -180,8 +206,11 @@ def _simulated() -> dict[str, Any]:
         "warp_largest": warp_largest,
         "ballot": ballot,
         "shuffle_xor": shuffle_xor,
+        "mma": mma,
         "load4": load4,
         "store4": store4,
+        "load4_shared": load4,
+        "store4_shared": store4,
     }
 
 
@@ -214,7 +243,16 @@ ballot = instruction(
 # may be launched that way waits before it touches what others write or read.
 let_next_start = instruction("griddepcontrol.launch_dependents;", "", memory=True)
 wait_for_earlier = instruction("griddepcontrol.wait;", "", memory=True)
-load4, store4 = _load4, _store4
+# 16 bytes at array[index:index + 4] (uint32, 16-byte aligned) in global memory, and in a shared array [9.7.9.8, 9.7.9.11]
+load4, store4 = _loads_4(".global"), _stores_4(".global")
+load4_shared, store4_shared = _loads_4(""), _stores_4("")
+# c[16, 8] + a[16, 16] b[16, 8] of a warp in bf16, float32 sums [9.7.14.5.8]. Lane l: a0..a3 = pairs of rows l / 4 and l / 4 + 8
+# at k = 2 (l % 4), then at k + 8; b0, b1 = pairs of column l / 4; c0..c3 = row l / 4, then + 8, at columns 2 (l % 4), + 1
+mma = instruction(
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+    "rrrrrrffff",
+    "ffff",
+)
 
 if SIMULATED:
     globals().update(_simulated())

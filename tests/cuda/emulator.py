@@ -317,6 +317,7 @@ class Emulator:
             ptx.barrier_expect: lambda barrier, count: change(barrier, 1, int(count)),
             ptx.barrier_arrive: lambda barrier: change(barrier, 1, 0),
             ptx.barrier_wait: wait,
+            ptx.barrier_test: lambda address, parity: u32(here.block.barriers[int(address)].phase % 2 != int(parity)),
             ptx.load_32: load(np.uint32),
             ptx.load_128: load(np.uint32, 4),
             ptx.load_f32: load(np.float32),
@@ -337,11 +338,11 @@ class Emulator:
         ):  # fmt: skip
             found[getattr(ptx, name)] = nothing
         for name, function in scalar._simulated().items():
-            if name not in ("shuffle_xor", "load4", "store4"):
-                found[getattr(scalar, name)] = function
+            found.setdefault(getattr(scalar, name), function)
         for columns in (64, 128, 256):
             found[ptx.wgmma(columns)] = self._wgmma(columns)
-            found[ptx.zeros(columns // 2)] = lambda columns=columns: (f32(0),) * (columns // 2)
+        for count in (4, 8, 32, 64, 128):
+            found[ptx.zeros(count)] = lambda count=count: (f32(0),) * count
         for groups in range(8):
             found[ptx.cp_async_wait(groups)] = nothing
         self._kept = found  # ids stay valid

@@ -153,7 +153,9 @@ def check_conv(run: Run, rng: np.random.Generator, hidden: int, steps: list[list
                 assert np.array_equal(widen(kept[layer, slot, position % 32]), seen[position])
 
 
-def check_routing(run: Run, rng: np.random.Generator, rows: int, experts: int, top_k: int, hidden: int, chooser: Any = None) -> None:
+def check_routing(
+    run: Run, rng: np.random.Generator, rows: int, experts: int, top_k: int, hidden: int, chooser: Any = None, spread: bool = True
+) -> None:
     """Norm, choice, grouping and sum. chooser: a kernel of (logits, bias, top_k, ids, weights) in place of norm_route."""
     bias = (rng.standard_normal(experts) * 1e-2).astype(np.float32)
     segment, slot = np.arange(rows, dtype=i32), np.zeros(rows, i32)
@@ -171,10 +173,13 @@ def check_routing(run: Run, rng: np.random.Generator, rows: int, experts: int, t
             pairs(gate), bias, i32(1), segment, slot, i32(rows), i32(hidden), i32(experts), i32(top_k), i32(1), np.float32(1),
         ]  # fmt: skip
         blocks = -(-rows // route.ROUTE_ROWS)
+        tiles = -(-experts // route.TILE) if spread and blocks <= route.SPREAD_BLOCKS else 1
+        scratch, arrived = np.full(blocks * 8 * 64, np.nan, np.float32), np.zeros(blocks, np.uint32)
         run(
-            route.norm_route, blocks, route.ROUTE_THREADS, pairs(h), pairs(w), EPS, x, *arguments, ids, weights, starts, pair_row,
-            pair_weight, place,
+            route.norm_route, (blocks, tiles), route.ROUTE_THREADS, pairs(h), pairs(w), EPS, x, *arguments, scratch, arrived, ids,
+            weights, starts, pair_row, pair_weight, place,
         )  # fmt: skip
+        assert not arrived.any()
         run(norm.rms_norm, rows, norm.THREADS, pairs(h), pairs(w), EPS, i32(hidden), plain)
         assert np.array_equal(x, plain)
         logits = values_of(x, rows, hidden) @ gate.T
@@ -188,8 +193,8 @@ def check_routing(run: Run, rng: np.random.Generator, rows: int, experts: int, t
         arguments[3:6] = [np.zeros(1, i32), np.zeros(1, i32), i32(1)]
         none = [np.full(experts + 1, -9, i32), np.full(top_k, -9, i32), np.full(top_k, np.nan, np.float32), np.full(top_k, -9, i32)]
         run(
-            route.norm_route, 1, route.ROUTE_THREADS, pairs(h[row]), pairs(w), EPS, poisoned(hidden), *arguments, alone, alone_weights,
-            *none,
+            route.norm_route, 1, route.ROUTE_THREADS, pairs(h[row]), pairs(w), EPS, poisoned(hidden), *arguments, scratch, arrived,
+            alone, alone_weights, *none,
         )  # fmt: skip
         assert np.array_equal(alone, ids.reshape(rows, top_k)[row])
         assert np.array_equal(alone_weights, weights.reshape(rows, top_k)[row])

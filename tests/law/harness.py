@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +19,7 @@ from kernels_numba.cpu import CpuBackend
 from lfm2serve.checkpoint import Checkpoint
 from lfm2serve.engine import Engine
 from lfm2serve.memory import prompt_cache, states
-from lfm2serve.memory.pages import SLACK_ROWS, PagePool, pages_for
+from lfm2serve.memory.pages import SLACK_ROWS, Lease, PagePool, pages_for
 from lfm2serve.memory.prompt_cache import Mark
 from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Array, Model
@@ -172,6 +172,7 @@ def _engine_for(
         checkpoint.config, backend, slots=way.slots, pages=pages, max_rows=rows, snapshot_pages=way.snapshot_pages
     )
     poison_states(slots)
+    slots.open = partial(_open_poisoned, slots, slots.open)  # type: ignore[method-assign]
     engine = Engine(
         model, slots, pool,
         slots=way.slots, context=CONTEXT, vocab=VOCAB, eos_token_ids=[7], prompt_chunk=way.prompt_chunk,
@@ -193,6 +194,14 @@ def poison_states(states: StreamStates) -> None:
     for array in (states.ring, states.taps, *(a for a in vars_of(states.kv) if isinstance(a, np.ndarray))):
         array[...] = np.nan if array.dtype == np.float32 else 0x7FC0
     states._arena.view(np.uint16)[...] = 0x7FC0
+
+
+def _open_poisoned(states: StreamStates, open_: Callable[[int, Lease], None], slot: int, lease: Lease) -> None:
+    """Open a slot; what its last owner left in its ring and pages is gone, so that a restore has to bring all of it."""
+    open_(slot, lease)
+    nan = np.nan if states.ring.dtype == np.float32 else 0x7FC0
+    states.ring[:, slot] = nan
+    states.kv.data[list(lease.pages)] = nan
 
 
 def check_kept(engine: Engine) -> None:

@@ -62,6 +62,10 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) 
     operations.check_routing(run, rng, rows, experts, top_k, 64, Chooser)
 
 
+def test_router(rng: np.random.Generator) -> None:
+    operations.check_routing(run, rng, 5, 20, 3, 256, spread=False)
+
+
 @pytest.mark.parametrize(("scale", "ties"), [(1.0, True), (4.0, False)])
 def test_sample(rng: np.random.Generator, scale: float, ties: bool) -> None:
     operations.check_sample(run, rng, 5, 300, 289, scale, ties)
