@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from lfm2serve.backend import Backend
 from lfm2serve.chat.template import ChatTemplate
@@ -121,15 +118,15 @@ def load_runtime(
     options: EngineOptions | None = None,
     *,
     offline: bool = False,
-    progress: bool | ByteProgress = False,
+    progress: ByteProgress | None = None,
 ) -> Runtime:
     """Find (or download) a checkpoint, plan the memory, read the weights and start the engine.
 
-    model: "demo", a directory or a hub id. progress: True draws a bar on standard error.
+    model: "demo", a directory or a hub id. progress: told the bytes that are loaded, and shows the hub's own bars.
     """
     options = options or EngineOptions()
     target = find_device(options)
-    path = resolve(str(model), offline=offline, progress=bool(progress))
+    path = resolve(str(model), offline=offline, progress=progress is not None)
     checkpoint = Checkpoint(path)
     config = checkpoint.config
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
@@ -173,27 +170,13 @@ def load_runtime(
     return Runtime(name, path, config, options, tokenizer, template, generation, plan, engine, backend)
 
 
-def _load(checkpoint: Checkpoint, backend: Backend, progress: bool | ByteProgress) -> dict[str, np.ndarray]:
+def _load(checkpoint: Checkpoint, backend: Backend, progress: ByteProgress | None) -> dict[str, np.ndarray]:
     arena = backend.weight_arena(checkpoint.weight_bytes + ARENA_SLACK)
 
     def allocate(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         return arena.take(shape, np.float32 if dtype == "f32" else np.uint16)
 
     started = time.monotonic()
-    if callable(progress):
-        tensors = checkpoint.load(allocate, progress)
-    elif progress:
-        columns = (
-            TextColumn("loading weights"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=Console(file=sys.stderr)) as bar:
-            task = bar.add_task("load", total=checkpoint.weight_bytes)
-            tensors = checkpoint.load(allocate, lambda done, total: bar.update(task, completed=done, total=total))
-    else:
-        tensors = checkpoint.load(allocate)
+    tensors = checkpoint.load(allocate, progress)
     log.info("loaded %d tensors in %.1f s", len(tensors), time.monotonic() - started)
     return tensors

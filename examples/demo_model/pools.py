@@ -55,6 +55,8 @@ COUNTRIES = list(CAPITALS)
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = "January February March April May June July August September October November December".split()
 MONTH_DAYS = [31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31]
+NUMBER_WORDS = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen
+seventeen eighteen nineteen twenty""".split()
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth".split()
 
 _OPPOSITES = """hot cold|big small|up down|left right|day night|black white|open closed|fast slow|happy sad|
@@ -111,8 +113,44 @@ Alice Bruno Carla Diego Elena Frank Greta Hugo Irene Jonas Karin Leo Marta Nora 
 Wendy Yusuf Zoe Adam Bella Chloe Daniel Eva Fatima George Hannah Isaac Jack Kate Liam Mia Noah Olivia Ravi Sofia
 Theo Uma Vera William Xenia Yara Zack Aisha Boris Chen Dora Emil Fiona Gina Hans Ivan Jana Kofi Lena Mina
 Nils""".split()
+# told in the chats only, beside NAMES; HELD_NAMES never in training
+MORE_NAMES = """Ada Alan Albert Alex Alfred Amy Andrea Andrew Angela Anita Anton Arthur Astrid Ava Barbara Beatrice Ben
+Bernard Bert Betty Bill Bob Brian Bridget Carl Carlos Carol Caroline Charles Charlie Chris Christina Cecilia Dan Dean
+Deborah Denise Dennis Diana Dmitri Dominic Don Donna Doris Dylan Ed Eddie Edith Edward Eleanor Ella Ellen Ellie Elsa
+Emily Eric Erik Esther Ethan Eve Fay Fernando Flora Florence Francis Fred Frederick Gabriel Gary Gerald Gloria Grace
+Graham Gus Gustav Hanna Harold Harry Heidi Helen Helena Henry Holly Ian Ida Ines Ingrid Iris Isabel Jacob Jake Jan Jane
+Janet Jasmine Jason Jean Jeff Jenny Jerry Jessica Jill Jim Joan Joe Joel Johan Jonathan Jorge Jose Joseph Josh Joy Juan
+Judy Karl Kathy Keith Ken Kevin Kim Kurt Lara Larry Lars Laurel Lee Leon Lewis Liam Lily Linda Lisa Lola Lorenzo Louis
+Louise Luca Lucas Luis Luke Lydia Maggie Manuel Marco Margaret Marie Marina Mario Marion Martha Martin Mary Matt
+Matthew Max May Megan Mei Michael Miguel Mike Mila Milo Miriam Molly Monica Nadia Nancy Natalie Nathan Ned Neil Nick
+Nicole Nigel Noel Omar Otto Owen Pam Pat Patricia Patrick Paula Pavel Penny Pete Phil Philip Pia Pierre Polly Rachel
+Ralph Ray Rebecca Rex Richard Rita Rob Robert Robin Roger Rolf Roman Ron Ronald Rosie Roy Ruby Rudi Russell Ruth Ryan
+Sabrina Sally Sam Samir Samuel Sandra Sandy Sara Scott Sean Sergio Silvia Sonja Sophie Stan Stella Stephen Steve Stuart
+Sue Susan Sven Sylvia Tanja Tara Ted Terry Thea Thomas Tim Tina Todd Tony Trudy Ulrich Ursula Valerie Vicky Vincent
+Viola Walter Wayne Will Willy Yvonne Zelda Zora Priya Amir Hassan Kenji Yuki Hiro Ling Wei Mehmet Leila Amina Kwame Ade
+Rex Bruno Buddy Luna Bello Rocky Fluffy Lucky Daisy Toby""".split()
+HELD_NAMES = """Agnes Basil Cyril Dagmar Edwin Faye Gideon Hector Imogen Jasper Konrad Lionel Mabel Norbert Ophelia
+Percy Quentin Rupert Sigrid Tabitha Umberto Violet Wilfred Yolanda Zachary Tomoko Farid Nkechi Sanjay Ingemar""".split()
 WORDS = sorted({*NOUNS, *ADJECTIVES, *VERBS, *PEOPLE, *PLACES, *COLOURS, *ANIMALS, *FOODS, *ITEMS, *_SEEN})
-SPELL_WORDS = sorted({*NOUNS, *ADJECTIVES, *COLOURS, *ANIMALS})
+SPELL_# told in the chats only, beside NAMES; HELD_NAMES never in training
+MORE_NAMES = """Ada Alan Albert Alex Alfred Amy Andrea Andrew Angela Anita Anton Arthur Astrid Ava Barbara Beatrice Ben
+Bernard Bert Betty Bill Bob Brian Bridget Carl Carlos Carol Caroline Charles Charlie Chris Christina Cecilia Dan Dean
+Deborah Denise Dennis Diana Dmitri Dominic Don Donna Doris Dylan Ed Eddie Edith Edward Eleanor Ella Ellen Ellie Elsa
+Emily Eric Erik Esther Ethan Eve Fay Fernando Flora Florence Francis Fred Frederick Gabriel Gary Gerald Gloria Grace
+Graham Gus Gustav Hanna Harold Harry Heidi Helen Helena Henry Holly Ian Ida Ines Ingrid Iris Isabel Jacob Jake Jan Jane
+Janet Jasmine Jason Jean Jeff Jenny Jerry Jessica Jill Jim Joan Joe Joel Johan Jonathan Jorge Jose Joseph Josh Joy Juan
+Judy Karl Kathy Keith Ken Kevin Kim Kurt Lara Larry Lars Laurel Lee Leon Lewis Liam Lily Linda Lisa Lola Lorenzo Louis
+Louise Luca Lucas Luis Luke Lydia Maggie Manuel Marco Margaret Marie Marina Mario Marion Martha Martin Mary Matt
+Matthew Max May Megan Mei Michael Miguel Mike Mila Milo Miriam Molly Monica Nadia Nancy Natalie Nathan Ned Neil Nick
+Nicole Nigel Noel Omar Otto Owen Pam Pat Patricia Patrick Paula Pavel Penny Pete Phil Philip Pia Pierre Polly Rachel
+Ralph Ray Rebecca Rex Richard Rita Rob Robert Robin Roger Rolf Roman Ron Ronald Rosie Roy Ruby Rudi Russell Ruth Ryan
+Sabrina Sally Sam Samir Samuel Sandra Sandy Sara Scott Sean Sergio Silvia Sonja Sophie Stan Stella Stephen Steve Stuart
+Sue Susan Sven Sylvia Tanja Tara Ted Terry Thea Thomas Tim Tina Todd Tony Trudy Ulrich Ursula Valerie Vicky Vincent
+Viola Walter Wayne Will Willy Yvonne Zelda Zora Priya Amir Hassan Kenji Yuki Hiro Ling Wei Mehmet Leila Amina Kwame Ade
+Rex Bruno Buddy Luna Bello Rocky Fluffy Lucky Daisy Toby""".split()
+HELD_NAMES = """Agnes Basil Cyril Dagmar Edwin Faye Gideon Hector Imogen Jasper Konrad Lionel Mabel Norbert Ophelia
+Percy Quentin Rupert Sigrid Tabitha Umberto Violet Wilfred Yolanda Zachary Tomoko Farid Nkechi Sanjay Ingemar""".split()
+WORDS = sorted({*NOUNS, *ADJECTIVES, *COLOURS, *ANIMALS})
 
 _ONSETS = "b c d f g h j k l m n p r s t v w z br cr dr fr gr tr pl sl st th sh ch kn".split()
 _VOWELS = "a e i o u a e i o ai ea ou".split()
@@ -134,9 +172,9 @@ def made_up(rng: random.Random, test: bool) -> str:
 
 
 def name(rng: random.Random, test: bool) -> str:
-    """A person's or place's name; the ordinary names are in the training set only."""
-    if not test and rng.random() < 0.35:
-        return rng.choice(NAMES)
+    """A person's or place's name: an ordinary first name or a made-up one."""
+    if rng.random() < (0.25 if test else 0.45):
+        return rng.choice(HELD_NAMES if test else NAMES if rng.random() < 0.4 else MORE_NAMES)
     return made_up(rng, test).capitalize()
 
 
@@ -168,6 +206,8 @@ def sentence(rng: random.Random) -> str:
 
 _ODD = "äöüéèßñçøåłšžµ°€£§½²→…–“”«»αβγδλπωабвгдежзиклмнопрст日本語中文字한국어😀🚀🌍✓"
 
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ0123456789-_./"
+
 
 def passage(rng: random.Random, test: bool, tokens: int) -> str:
     """Text of roughly `tokens` tokens to be copied: sentences, random words, letters, numbers or odd characters."""
@@ -184,8 +224,7 @@ def passage(rng: random.Random, test: bool, tokens: int) -> str:
         elif kind < 0.82:
             part, cost = str(number(rng, test, 0)), 4
         elif kind < 0.88:
-            part, cost = "".join(rng.choices("abcdefghijklmnopqrstuvwxyzABCDEFGHJKLMNPQRSTUVWXYZ0123456789-_./",
-                k=8)), 8
+            part, cost = "".join(rng.choices(_LETTERS, k=8)), 8
         elif kind < 0.92:
             part, cost = "".join(rng.choices(_ODD, k=rng.randint(1, 4))), 6
         else:
