@@ -116,7 +116,14 @@ class Backend(Protocol):
     def sample(self, logits: Array, rows: SampleRows) -> SampleResult: ...
 
     def decode_rounds(
-        self, forward: Callable[[Any], Array], tables: Any, *, vocab: int, page_table: NDArray[np.int32], slots: int, context: int
+        self,
+        forward: Callable[[Any], Array],
+        tables: Any,
+        *,
+        vocab: int,
+        page_table: NDArray[np.int32],
+        slots: int,
+        context: int,
     ) -> Rounds | None: ...
 
     def token_logprobs(

@@ -237,7 +237,9 @@ class Engine:
     def _check_tokens(self, prompt: Sequence[int]) -> None:
         for token in prompt:
             if not 0 <= token < self.vocab:
-                raise InvalidRequest(f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt")
+                raise InvalidRequest(
+                    f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt"
+                )
 
     # ---- the engine's thread ----
 
@@ -424,7 +426,9 @@ class Engine:
                 known = error if isinstance(error, Lfm2Error) else Lfm2Error(f"{type(error).__name__}: {error}")
                 self._finish(stream, "error", stream.event(error=known))
                 return
-            log.warning("a step of %d streams failed (%s: %s); they run again alone", len(chunks), type(error).__name__, error)
+            log.warning(
+                "a step of %d streams failed (%s: %s); they run again alone", len(chunks), type(error).__name__, error
+            )
             for chunk in chunks:
                 self._scheduler.restart(chunk.stream)
 
@@ -483,7 +487,9 @@ class Engine:
         dead = EngineDead(self._why_dead())
         with self._book:
             for stream in list(self._streams.values()):
-                self._finish(stream, "error" if self.fault else "abort", stream.event(error=dead if self.fault else None))
+                self._finish(
+                    stream, "error" if self.fault else "abort", stream.event(error=dead if self.fault else None)
+                )
         self._deliver()
         self._check_census()
 

@@ -53,7 +53,9 @@ class EngineOptions:
         check(self.kv in ("paged", "fixed"), "kv", "must be paged or fixed")
         for name in ("context", "kv_pages", "prompt_chunk", "threads"):
             value = getattr(self, name)
-            check(value is None or (isinstance(value, int) and value >= 1), name, "must be a whole number of at least 1")
+            check(
+                value is None or (isinstance(value, int) and value >= 1), name, "must be a whole number of at least 1"
+            )
         check(1 <= self.max_streams <= 4096, "max_streams", "must be between 1 and 4096")
         check(self.gpu >= 0, "gpu", "must not be negative")
         check(self.max_gap_ms > 0, "max_gap_ms", "must be positive")

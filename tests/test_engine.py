@@ -50,7 +50,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         ((), GREEDY, InvalidRequest, "no tokens"),
         ((1, VOCAB), GREEDY, InvalidRequest, f"token id {VOCAB}"),
         ((1, -1), GREEDY, InvalidRequest, "token id -1"),
-        (prompt(CONTEXT, 0), SamplingParams(), ContextLengthExceeded, f"context is {CONTEXT} tokens; the prompt has {CONTEXT}"),
+        (
+            prompt(CONTEXT, 0),
+            SamplingParams(),
+            ContextLengthExceeded,
+            f"context is {CONTEXT} tokens; the prompt has {CONTEXT}",
+        ),
         (prompt(1400, 0), SamplingParams(max_tokens=101), ContextLengthExceeded, "1501"),
         ((1,), SamplingParams(max_tokens=0), InvalidRequest, "max_tokens"),
         ((1,), SamplingParams(stop_token_ids=[VOCAB]), InvalidRequest, "outside the vocabulary"),
@@ -104,7 +109,9 @@ def test_stop_ids_eos_and_min_tokens(tiny_moe: Path) -> None:
 
 def test_ids_beyond_the_tokenizer_are_never_drawn_and_not_in_the_normalisation(tiny_moe: Path) -> None:
     with engine_for(tiny_moe, Way()) as (engine, _):
-        reply = Reply(engine, prompt(9, 1), SamplingParams(temperature=5.0, max_tokens=200, ignore_eos=True, logprobs=20))
+        reply = Reply(
+            engine, prompt(9, 1), SamplingParams(temperature=5.0, max_tokens=200, ignore_eos=True, logprobs=20)
+        )
         reply.wait()
         assert max(reply.tokens) < VOCAB
         everything = [entry for event in reply.events for entry in event.logprobs or []]
@@ -131,7 +138,9 @@ def test_prompt_logprobs_do_not_depend_on_chunks_and_score_without_a_reply(tiny_
 def test_log_probabilities_are_of_the_raw_logits(tiny_moe: Path) -> None:
     with engine_for(tiny_moe, Way()) as (engine, _):
         plain = Reply(engine, prompt(9, 1), GREEDY.with_(logprobs=5, max_tokens=1))
-        hot = Reply(engine, prompt(9, 1), GREEDY.with_(logprobs=5, max_tokens=1, temperature=3.0, top_k=5, logit_bias={20: 3.0}))
+        hot = Reply(
+            engine, prompt(9, 1), GREEDY.with_(logprobs=5, max_tokens=1, temperature=3.0, top_k=5, logit_bias={20: 3.0})
+        )
         plain.wait()
         hot.wait()
         assert plain.events[0].logprobs is not None and hot.events[0].logprobs is not None
@@ -161,6 +170,7 @@ def test_cancel_in_every_state_is_idempotent_and_frees_the_pages(tiny_moe: Path)
 
 def test_a_receiver_that_fails_loses_only_its_own_stream(tiny_moe: Path) -> None:
     with engine_for(tiny_moe, Way()) as (engine, _):
+
         def broken(event: StreamEvent) -> None:
             raise ValueError("receiver")
 

@@ -16,7 +16,20 @@ from lfm2serve.engine import Engine
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.memory.prompt_cache import Mark
 from lfm2serve.memory.states import TAPS
-from tests.law.harness import ASSISTANT, END, USER, Chat, Collector, Request, Way, ask, check, check_kept, engine_for, prompt
+from tests.law.harness import (
+    ASSISTANT,
+    END,
+    USER,
+    Chat,
+    Collector,
+    Request,
+    Way,
+    ask,
+    check,
+    check_kept,
+    engine_for,
+    prompt,
+)
 from tests.law.test_kept import KEEPING, kept, reply
 
 # ---- who neither resumes nor keeps ----
@@ -86,7 +99,9 @@ def test_a_background_pass_is_made_where_it_spares_sixteen_rows(tiny_moe: Path, 
         assert engine.drain(60)
         assert engine.stats().counters.warm_passes == (not few)
         [result] = ask(engine, chat.ask(prompt(5, 2), seed=2))
-        assert result.cached == (chat.settled - 5 - len(USER) - len(END) if not few else len(request.prompt) - len(ASSISTANT))
+        assert result.cached == (
+            chat.settled - 5 - len(USER) - len(END) if not few else len(request.prompt) - len(ASSISTANT)
+        )
 
 
 def test_a_forgotten_reply_leaves_nothing(tiny: Path) -> None:
@@ -162,7 +177,14 @@ def test_keeping_states_costs_no_prompt_pass(tiny: Path, chunk: int | None) -> N
 
 
 def test_of_more_than_four_marks_the_most_important_are_kept(tiny: Path) -> None:
-    marks = [(10, Mark.SHARED), (20, Mark.PROMPT), (30, Mark.SHARED), (40, Mark.LAST_USER), (50, Mark.SHARED), (60, Mark.HISTORY)]
+    marks = [
+        (10, Mark.SHARED),
+        (20, Mark.PROMPT),
+        (30, Mark.SHARED),
+        (40, Mark.LAST_USER),
+        (50, Mark.SHARED),
+        (60, Mark.HISTORY),
+    ]
     for seed in range(3):
         random.Random(seed).shuffle(marks)
         with engine_for(tiny, KEEPING) as (engine, _):
@@ -262,6 +284,7 @@ def test_a_foreground_request_outranks_a_background_pass_at_once(tiny_moe: Path)
     chat, collected = Chat(prompt(12, 1)), []
     others = [Request(prompt(40, 60 + n), seed=60 + n, max_tokens=6) for n in range(3)]
     with engine_for(tiny_moe, replace(KEEPING, drafts=False)) as (engine, backend):
+
         def arrive(count: int) -> None:
             if count in (2, 5, 6):
                 collected.append(Collector(engine))
@@ -284,6 +307,7 @@ def test_a_background_pass_gives_way_to_a_request_that_needs_its_memory(tiny_moe
     other = Request(prompt(500, 60), seed=60, max_tokens=6)
     way = replace(KEEPING, pages=2) if short_of == "pages" else replace(KEEPING, slots=1)
     with engine_for(tiny_moe, way) as (engine, backend):
+
         def arrive(count: int) -> None:
             if count == 2:
                 collector.append(Collector(engine))

@@ -47,7 +47,11 @@ def test_a_prompt_step_packs_the_oldest_first_up_to_its_rows() -> None:
     sched = scheduler(prompt_chunk=25)
     sched.waiting.extend([stream(0, 10), stream(1, 10), stream(2, 10)])
     sched.admit()
-    assert [(c.stream.id, c.rows, c.completes) for c in sched.next_chunks()] == [(0, 10, True), (1, 10, True), (2, 5, False)]
+    assert [(c.stream.id, c.rows, c.completes) for c in sched.next_chunks()] == [
+        (0, 10, True),
+        (1, 10, True),
+        (2, 5, False),
+    ]
 
 
 def test_alone_a_prompt_runs_in_the_largest_chunks_and_beside_others_in_small_ones() -> None:

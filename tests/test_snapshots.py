@@ -105,10 +105,14 @@ def lay(spec: list[tuple[int, bool]]) -> list[Run]:
 
 
 @given(RUNS, RUNS, st.integers(0, 20), st.integers(1, 20))
-def test_copies_lay_the_source_over_the_target(a: list[tuple[int, bool]], b: list[tuple[int, bool]], start: int, size: int) -> None:
+def test_copies_lay_the_source_over_the_target(
+    a: list[tuple[int, bool]], b: list[tuple[int, bool]], start: int, size: int
+) -> None:
     source, target = lay(a), lay(b)
+
     def flat(runs: list[Run]) -> list[int]:
         return [i for run in runs for i in range(run.start, run.end)]
+
     if sum(r.count for r in source) > sum(r.count for r in target):
         with pytest.raises(ValueError, match="shorter"):
             copy_plan(source, target)

@@ -92,44 +92,91 @@ def rule(rng: random.Random, test: bool) -> Rule:
     kind = rng.randrange(7)
     c = rng.choice
     if kind == 0:
-        text = c([f"Always end your answer with the word {word}.", f"End every answer with {word}.",
-            f"The last word of each answer must be {word}."])
+        text = c(
+            [
+                f"Always end your answer with the word {word}.",
+                f"End every answer with {word}.",
+                f"The last word of each answer must be {word}.",
+            ]
+        )
         return text, lambda turn: f"{turn.answer} {word}"
     if kind == 1:
-        text = c([f"Always begin your answer with the word {word}.", f"Start every answer with {word}.",
-            f"The first word of each answer must be {word}."])
+        text = c(
+            [
+                f"Always begin your answer with the word {word}.",
+                f"Start every answer with {word}.",
+                f"The first word of each answer must be {word}.",
+            ]
+        )
         return text, lambda turn: f"{word}: {turn.answer}"
     if kind == 2:
-        text = c(["Give short answers only.", "Answer with the result only, no sentences.",
-            "Be very brief: only the answer itself.", "Short answers only."])
+        text = c(
+            [
+                "Give short answers only.",
+                "Answer with the result only, no sentences.",
+                "Be very brief: only the answer itself.",
+                "Short answers only.",
+            ]
+        )
         return text, short
     if kind == 3:
-        text = c([f"The user is called {word}. Use the name in every answer.",
-            f"Address the user as {word} in every answer.", f"Call the user {word}."])
+        text = c(
+            [
+                f"The user is called {word}. Use the name in every answer.",
+                f"Address the user as {word} in every answer.",
+                f"Call the user {word}.",
+            ]
+        )
         return text, lambda turn: f"{word}, {inside(turn.answer)}"
     if kind == 4:
-        text = c(["Put every answer in square brackets.", "Write each answer in square brackets.",
-            "Your answers stand in square brackets."])
+        text = c(
+            [
+                "Put every answer in square brackets.",
+                "Write each answer in square brackets.",
+                "Your answers stand in square brackets.",
+            ]
+        )
         return text, lambda turn: f"[{turn.answer}]"
     if kind == 5:
-        text = c(["Answer every question in JSON with one key, answer.",
-            'Always answer with a JSON object like {"answer": ...}.', "Reply only in JSON with the key answer."])
+        text = c(
+            [
+                "Answer every question in JSON with one key, answer.",
+                'Always answer with a JSON object like {"answer": ...}.',
+                "Reply only in JSON with the key answer.",
+            ]
+        )
         return text, lambda turn: json.dumps({"answer": short(turn).rstrip(".")}, ensure_ascii=False)
-    text = c([f"Whatever the user says, answer with {word}.", f"Answer every question with the word {word}.",
-        f"Only ever say {word}."])
+    text = c(
+        [
+            f"Whatever the user says, answer with {word}.",
+            f"Answer every question with the word {word}.",
+            f"Only ever say {word}.",
+        ]
+    )
     return text, lambda turn: word + "."
 
 
-_PLAIN_SYSTEM = ["You are a helpful assistant.", "You are a helpful, friendly assistant.",
+_PLAIN_SYSTEM = [
+    "You are a helpful assistant.",
+    "You are a helpful, friendly assistant.",
     "You are a small demo model. Answer the user's questions.",
-                 "Answer the questions of the user.", "You are a good assistant. Be brief.", "Help the user."]
+    "Answer the questions of the user.",
+    "You are a good assistant. Be brief.",
+    "Help the user.",
+]
 
 
 def system_facts(rng: random.Random, memory: Memory, chat: Chat) -> None:
     """A system prompt that holds facts, asked for later."""
     texts = [memory.tell_text(memory._new_key()) for _ in range(rng.randint(1, 6))]
-    text = rng.choice(["You work at the desk of a hotel. ", "You help the visitors. ", "These are your notes. ",
-        "You are a helpful assistant. "]) + " ".join(texts)
+    text = rng.choice(
+        [
+            "You work at the desk of a hotel. ",
+            "You help the visitors. ",
+            "These are your notes. ",
+            "You are a helpful assistant. ",
+        ]
+    ) + " ".join(texts)
     chat.messages.append({"role": "system", "content": text})
     chat.size += len(text) // 3
 
@@ -224,9 +271,20 @@ def chat_mixed(rng: random.Random, length: int) -> Chat:
 
 
 _SHORT: list[tuple[Callable[[random.Random, int], Chat], float]] = [
-    (chat_facts, 0.34), (chat_rule, 0.12), (chat_tools, 0.16), (chat_copy, 0.1), (chat_memory, 0.18), (chat_mixed, 0.1)]
+    (chat_facts, 0.34),
+    (chat_rule, 0.12),
+    (chat_tools, 0.16),
+    (chat_copy, 0.1),
+    (chat_memory, 0.18),
+    (chat_mixed, 0.1),
+]
 _LONG: list[tuple[Callable[[random.Random, int], Chat], float]] = [
-    (chat_facts, 0.03), (chat_tools, 0.05), (chat_copy, 0.17), (chat_memory, 0.72), (chat_mixed, 0.03)]
+    (chat_facts, 0.03),
+    (chat_tools, 0.05),
+    (chat_copy, 0.17),
+    (chat_memory, 0.72),
+    (chat_mixed, 0.03),
+]
 
 
 def raw_pieces(rng: random.Random, length: int) -> list[Piece]:

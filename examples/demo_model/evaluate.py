@@ -23,7 +23,7 @@ REPLY = re.compile(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>", re.S)
 CONTEXT, MAX_TOKENS = 4096, 1000
 
 Item = dict[str, Any]
-Reply = dict[str, Any]          # {"text", "ids"}
+Reply = dict[str, Any]  # {"text", "ids"}
 Answer = Callable[[list[Item]], list[Reply]]
 
 
@@ -38,8 +38,9 @@ def calls_of(text: str) -> list[dict[str, Any]] | None:
         out = []
         for call in tree.elts:
             assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args
-            out.append({"name": call.func.id,
-                "arguments": {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}})
+            out.append(
+                {"name": call.func.id, "arguments": {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}}
+            )
         return out
     except (SyntaxError, ValueError, AssertionError):
         return None
@@ -87,8 +88,10 @@ def follow_up(item: Item, reply: Reply) -> Item | None:
     calls = calls_of(reply["text"])
     if calls is None:
         return None
-    messages = [*item["messages"], {"role": "assistant", "content": "",
-        "tool_calls": [{"type": "function", "function": c} for c in calls]}]
+    messages = [
+        *item["messages"],
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": c} for c in calls]},
+    ]
     messages += [{"role": "tool", "content": r} for r in item["check"]["results"]]
     check = {"type": "contains", "values": item["check"]["values"]}
     return {**item, "id": item["id"] + "-result", "messages": messages, "check": check}
@@ -124,15 +127,22 @@ def check(model: Path, saved: dict[str, Reply], items: dict[str, Item]) -> None:
     network = Lfm2MoeForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     same = 0
     for key, reply in saved.items():
-        item = items[key] if key in items else follow_up(items[key.removesuffix("-result")],
-            saved[key.removesuffix("-result")])
+        item = (
+            items[key]
+            if key in items
+            else follow_up(items[key.removesuffix("-result")], saved[key.removesuffix("-result")])
+        )
         assert item is not None
-        text = tokenizer.apply_chat_template(item["messages"], tools=item.get("tools"), add_generation_prompt=True,
-            tokenize=False)
+        text = tokenizer.apply_chat_template(
+            item["messages"], tools=item.get("tools"), add_generation_prompt=True, tokenize=False
+        )
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         with torch.inference_mode():
-            logits = network(torch.tensor([prompt + reply["ids"]]), logits_to_keep=len(reply["ids"]) + 1).logits[0,
-                :-1].float()
+            logits = (
+                network(torch.tensor([prompt + reply["ids"]]), logits_to_keep=len(reply["ids"]) + 1)
+                .logits[0, :-1]
+                .float()
+            )
         chosen = logits.argmax(-1).tolist()
         at = next((i for i, (x, y) in enumerate(zip(chosen, reply["ids"], strict=True)) if x != y), None)
         same += at is None

@@ -72,8 +72,11 @@ class Demo(nn.Module):
         self.q, self.k, self.v = matrix(na, qd, h), matrix(na, kd, h), matrix(na, kd, h)
         self.o = matrix(na, h, qd, gain=0.3)
         self.q_norm, self.k_norm = nn.Parameter(torch.ones(na, s.head_dim)), nn.Parameter(torch.ones(na, s.head_dim))
-        self.d1, self.d3, self.d2 = matrix(nd, s.dense_ff, h), matrix(nd, s.dense_ff, h), matrix(nd, h, s.dense_ff,
-            gain=0.3)
+        self.d1, self.d3, self.d2 = (
+            matrix(nd, s.dense_ff, h),
+            matrix(nd, s.dense_ff, h),
+            matrix(nd, h, s.dense_ff, gain=0.3),
+        )
         self.gate = matrix(nm, s.experts, h)
         self.e1, self.e3 = matrix(nm, s.experts, s.expert_ff, h), matrix(nm, s.experts, s.expert_ff, h)
         self.e2 = matrix(nm, s.experts, h, s.expert_ff, gain=0.3)
@@ -87,8 +90,9 @@ class Demo(nn.Module):
         q = rotate(rms_norm(q, self.q_norm[i]).transpose(1, 2), cos, sin)
         k = rotate(rms_norm(k, self.k_norm[i]).transpose(1, 2), cos, sin)
         group = s.heads // s.kv_heads
-        y = F.scaled_dot_product_attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1),
-            is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
+        )
         return F.linear(y.transpose(1, 2).reshape(b, n, -1), self.o[i].to(x.dtype))
 
     def conv(self, i: int, x: Tensor) -> Tensor:
@@ -107,8 +111,9 @@ class Demo(nn.Module):
         weight = scores * mask
         weight = weight / (weight.sum(-1, keepdim=True) + 1e-6)
         load = (mask.float() * valid[..., None]).sum((0, 1))
-        up = F.silu(F.linear(x, self.e1[i].flatten(0, 1).to(x.dtype))) * F.linear(x,
-            self.e3[i].flatten(0, 1).to(x.dtype))
+        up = F.silu(F.linear(x, self.e1[i].flatten(0, 1).to(x.dtype))) * F.linear(
+            x, self.e3[i].flatten(0, 1).to(x.dtype)
+        )
         up = (up.unflatten(-1, (s.experts, s.expert_ff)) * weight[..., None]).flatten(-2)
         return F.linear(up, self.e2[i].transpose(0, 1).flatten(1).to(x.dtype)), load
 
@@ -153,8 +158,14 @@ def _places(model: Demo) -> dict[str, Tensor]:
             out[at + "conv.out_proj.weight"] = model.conv_out[conv]
             conv += 1
         else:
-            for name, tensor in (("q_proj", model.q), ("k_proj", model.k), ("v_proj", model.v), ("out_proj", model.o),
-                                 ("q_layernorm", model.q_norm), ("k_layernorm", model.k_norm)):
+            for name, tensor in (
+                ("q_proj", model.q),
+                ("k_proj", model.k),
+                ("v_proj", model.v),
+                ("out_proj", model.o),
+                ("q_layernorm", model.q_norm),
+                ("k_layernorm", model.k_norm),
+            ):
                 out[f"{at}self_attn.{name}.weight"] = tensor[attn]
             attn += 1
         if n < s.dense_layers:
@@ -172,8 +183,9 @@ def _places(model: Demo) -> dict[str, Tensor]:
 def to_published(model: Demo) -> dict[str, Tensor]:
     """The weights under the names of the published checkpoints, bf16 except expert_bias."""
     kinds = {name: torch.float32 if name.endswith("expert_bias") else torch.bfloat16 for name in _places(model)}
-    return {name: place.detach().cpu().to(kinds[name], copy=True).contiguous() for name,
-        place in _places(model).items()}
+    return {
+        name: place.detach().cpu().to(kinds[name], copy=True).contiguous() for name, place in _places(model).items()
+    }
 
 
 @torch.no_grad()
@@ -188,12 +200,25 @@ def load_published(model: Demo, tensors: dict[str, Tensor]) -> None:
 def config(shape: Shape, ids: dict[str, int]) -> dict[str, object]:
     """Arguments of transformers' Lfm2MoeConfig."""
     return {
-        "vocab_size": shape.vocab, "hidden_size": shape.hidden, "num_hidden_layers": len(shape.layers),
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "intermediate_size": shape.dense_ff,
-        "moe_intermediate_size": shape.expert_ff, "num_experts": shape.experts, "num_experts_per_tok": shape.top_k,
-        "num_dense_layers": shape.dense_layers, "norm_topk_prob": True, "use_expert_bias": True,
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": len(shape.layers),
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.dense_ff,
+        "moe_intermediate_size": shape.expert_ff,
+        "num_experts": shape.experts,
+        "num_experts_per_tok": shape.top_k,
+        "num_dense_layers": shape.dense_layers,
+        "norm_topk_prob": True,
+        "use_expert_bias": True,
         "routed_scaling_factor": 1.0,
-        "max_position_embeddings": shape.context, "norm_eps": 1e-5, "conv_L_cache": 3, "conv_bias": False,
+        "max_position_embeddings": shape.context,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "conv_bias": False,
         "layer_types": ["conv" if k == "conv" else "full_attention" for k in shape.layers],
-        "rope_parameters": {"rope_theta": shape.theta, "rope_type": "default"}, "tie_word_embeddings": True, **ids,
+        "rope_parameters": {"rope_theta": shape.theta, "rope_type": "default"},
+        "tie_word_embeddings": True,
+        **ids,
     }

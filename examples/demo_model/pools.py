@@ -131,26 +131,9 @@ Viola Walter Wayne Will Willy Yvonne Zelda Zora Priya Amir Hassan Kenji Yuki Hir
 Rex Bruno Buddy Luna Bello Rocky Fluffy Lucky Daisy Toby""".split()
 HELD_NAMES = """Agnes Basil Cyril Dagmar Edwin Faye Gideon Hector Imogen Jasper Konrad Lionel Mabel Norbert Ophelia
 Percy Quentin Rupert Sigrid Tabitha Umberto Violet Wilfred Yolanda Zachary Tomoko Farid Nkechi Sanjay Ingemar""".split()
+_TAUGHT = {*NAMES, *MORE_NAMES}
 WORDS = sorted({*NOUNS, *ADJECTIVES, *VERBS, *PEOPLE, *PLACES, *COLOURS, *ANIMALS, *FOODS, *ITEMS, *_SEEN})
-SPELL_# told in the chats only, beside NAMES; HELD_NAMES never in training
-MORE_NAMES = """Ada Alan Albert Alex Alfred Amy Andrea Andrew Angela Anita Anton Arthur Astrid Ava Barbara Beatrice Ben
-Bernard Bert Betty Bill Bob Brian Bridget Carl Carlos Carol Caroline Charles Charlie Chris Christina Cecilia Dan Dean
-Deborah Denise Dennis Diana Dmitri Dominic Don Donna Doris Dylan Ed Eddie Edith Edward Eleanor Ella Ellen Ellie Elsa
-Emily Eric Erik Esther Ethan Eve Fay Fernando Flora Florence Francis Fred Frederick Gabriel Gary Gerald Gloria Grace
-Graham Gus Gustav Hanna Harold Harry Heidi Helen Helena Henry Holly Ian Ida Ines Ingrid Iris Isabel Jacob Jake Jan Jane
-Janet Jasmine Jason Jean Jeff Jenny Jerry Jessica Jill Jim Joan Joe Joel Johan Jonathan Jorge Jose Joseph Josh Joy Juan
-Judy Karl Kathy Keith Ken Kevin Kim Kurt Lara Larry Lars Laurel Lee Leon Lewis Liam Lily Linda Lisa Lola Lorenzo Louis
-Louise Luca Lucas Luis Luke Lydia Maggie Manuel Marco Margaret Marie Marina Mario Marion Martha Martin Mary Matt
-Matthew Max May Megan Mei Michael Miguel Mike Mila Milo Miriam Molly Monica Nadia Nancy Natalie Nathan Ned Neil Nick
-Nicole Nigel Noel Omar Otto Owen Pam Pat Patricia Patrick Paula Pavel Penny Pete Phil Philip Pia Pierre Polly Rachel
-Ralph Ray Rebecca Rex Richard Rita Rob Robert Robin Roger Rolf Roman Ron Ronald Rosie Roy Ruby Rudi Russell Ruth Ryan
-Sabrina Sally Sam Samir Samuel Sandra Sandy Sara Scott Sean Sergio Silvia Sonja Sophie Stan Stella Stephen Steve Stuart
-Sue Susan Sven Sylvia Tanja Tara Ted Terry Thea Thomas Tim Tina Todd Tony Trudy Ulrich Ursula Valerie Vicky Vincent
-Viola Walter Wayne Will Willy Yvonne Zelda Zora Priya Amir Hassan Kenji Yuki Hiro Ling Wei Mehmet Leila Amina Kwame Ade
-Rex Bruno Buddy Luna Bello Rocky Fluffy Lucky Daisy Toby""".split()
-HELD_NAMES = """Agnes Basil Cyril Dagmar Edwin Faye Gideon Hector Imogen Jasper Konrad Lionel Mabel Norbert Ophelia
-Percy Quentin Rupert Sigrid Tabitha Umberto Violet Wilfred Yolanda Zachary Tomoko Farid Nkechi Sanjay Ingemar""".split()
-WORDS = sorted({*NOUNS, *ADJECTIVES, *COLOURS, *ANIMALS})
+SPELL_WORDS = sorted({*NOUNS, *ADJECTIVES, *COLOURS, *ANIMALS})
 
 _ONSETS = "b c d f g h j k l m n p r s t v w z br cr dr fr gr tr pl sl st th sh ch kn".split()
 _VOWELS = "a e i o u a e i o ai ea ou".split()
@@ -167,7 +150,7 @@ def made_up(rng: random.Random, test: bool) -> str:
     while True:
         n = 2 if rng.random() < 0.6 else 3
         word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(_CODAS) for _ in range(n))
-        if held_out(word) == test:
+        if held_out(word) == test and not (test and word.capitalize() in _TAUGHT):
             return word
 
 
@@ -228,8 +211,18 @@ def passage(rng: random.Random, test: bool, tokens: int) -> str:
         elif kind < 0.92:
             part, cost = "".join(rng.choices(_ODD, k=rng.randint(1, 4))), 6
         else:
-            part, cost = rng.choice((sentence, lambda r: name(r, test), lambda r: str(r.randint(0, 9999)),
-                                     lambda r: r.choice(WORDS), lambda r: made_up(r, test) + ","))(rng), 5
+            part, cost = (
+                rng.choice(
+                    (
+                        sentence,
+                        lambda r: name(r, test),
+                        lambda r: str(r.randint(0, 9999)),
+                        lambda r: r.choice(WORDS),
+                        lambda r: made_up(r, test) + ",",
+                    )
+                )(rng),
+                5,
+            )
         parts.append(part)
         size += cost
     return ("\n" if kind < 0.35 and rng.random() < 0.3 else " ").join(parts)

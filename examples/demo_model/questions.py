@@ -1,6 +1,6 @@
 """Makes the held-out questions: wordings, names and numbers that the training chats never use.
 
-    python questions.py TOKENIZER.json OUT.jsonl
+python questions.py TOKENIZER.json OUT.jsonl
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def facts(rng: random.Random, i: int) -> Item:
     chat = c.Chat()
     for _ in range(rng.choice([0, 0, 0, 1, 2])):
         chat.add(t.fact(rng, True))
-    chat.add((t.capital, t.capital, t.capital, t.arithmetic, t.calendar, t.opposite, t.spelling,
-        t.counting)[i % 8](rng, True))
+    chat.add(
+        (t.capital, t.capital, t.capital, t.arithmetic, t.calendar, t.opposite, t.spelling, t.counting)[i % 8](
+            rng, True
+        )
+    )
     return _item("facts", chat)
 
 
@@ -103,8 +106,15 @@ def story(rng: random.Random, _i: int) -> Item:
 
 def make(seed: int = 2026) -> list[Item]:
     rng = random.Random(seed)
-    makers = {"facts": facts, "copy": copy, "recall": recall, "system": system, "tools": tools, "json": json_,
-        "story": story}
+    makers = {
+        "facts": facts,
+        "copy": copy,
+        "recall": recall,
+        "system": system,
+        "tools": tools,
+        "json": json_,
+        "story": story,
+    }
     return [{"id": f"{kind}-{i:03d}", **makers[kind](rng, i)} for kind, n in COUNTS.items() for i in range(n)]
 
 

@@ -1,6 +1,6 @@
 """Trains the tokenizer and writes everything of the checkpoint that is not weights.
 
-    python tok.py OUT_DIR
+python tok.py OUT_DIR
 """
 
 from __future__ import annotations
@@ -14,38 +14,66 @@ import chats
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 VOCAB = 2560
-SPECIAL = ["<|pad|>", "<|startoftext|>", "<|endoftext|>", "<|fim_pre|>", "<|fim_mid|>", "<|fim_suf|>", "<|im_start|>",
+SPECIAL = [
+    "<|pad|>",
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|fim_pre|>",
+    "<|fim_mid|>",
+    "<|fim_suf|>",
+    "<|im_start|>",
     "<|im_end|>",
-           "<|tool_list_start|>", "<|tool_list_end|>", "<|tool_call_start|>", "<|tool_call_end|>",
-           "<|tool_response_start|>", "<|tool_response_end|>", "<think>", "</think>"]
+    "<|tool_list_start|>",
+    "<|tool_list_end|>",
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "<|tool_response_start|>",
+    "<|tool_response_end|>",
+    "<think>",
+    "</think>",
+]
 # The split of Llama 3 with single digits.
-SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
-         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def build(seed: int = 7, rows: int = 12000) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(SPLIT), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False,
-        use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     rng = random.Random(seed)
     texts = ["".join(text for text, _ in chats.row(rng, 512)) for _ in range(rows)]
     for token in SPECIAL:
         texts = [x.replace(token, "\n") for x in texts]
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[AddedToken(s, special=True,
-        normalized=False) for s in SPECIAL],
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[AddedToken(s, special=True, normalized=False) for s in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     bos = tokenizer.token_to_id("<|startoftext|>")
-    tokenizer.post_processor = processors.Sequence([
-        processors.ByteLevel(trim_offsets=False),
-        processors.TemplateProcessing(single="<|startoftext|> $A", pair="<|startoftext|> $A <|startoftext|> $B",
-                                      special_tokens=[("<|startoftext|>", bos)])])
+    tokenizer.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(
+                single="<|startoftext|> $A",
+                pair="<|startoftext|> $A <|startoftext|> $B",
+                special_tokens=[("<|startoftext|>", bos)],
+            ),
+        ]
+    )
     return tokenizer
 
 
-TEMPLATE = '''{{- bos_token -}}
+TEMPLATE = """{{- bos_token -}}
 {%- set ns = namespace(system="") -%}
 {%- if messages[0]["role"] == "system" -%}
     {%- set ns.system = messages[0]["content"] -%}
@@ -93,24 +121,52 @@ TEMPLATE = '''{{- bos_token -}}
 {%- if add_generation_prompt -%}
     {{- "<|im_start|>assistant\\n" -}}
 {%- endif -%}
-'''
+"""
+
 
 def main(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = build()
     tokenizer.save(str(out / "tokenizer.json"))
     names = {"bos_token": "<|startoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    decoder = {str(tokenizer.token_to_id(s)): {"content": s, "lstrip": False, "normalized": False, "rstrip": False,
-        "single_word": False,
-                                              "special": True} for s in SPECIAL}
-    (out / "tokenizer_config.json").write_text(json.dumps({
-        "added_tokens_decoder": decoder, **names, "clean_up_tokenization_spaces": False, "model_max_length": 4096,
-        "tokenizer_class": "PreTrainedTokenizerFast"}, indent=2, ensure_ascii=False) + "\n")
+    decoder = {
+        str(tokenizer.token_to_id(s)): {
+            "content": s,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
+        for s in SPECIAL
+    }
+    (out / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "added_tokens_decoder": decoder,
+                **names,
+                "clean_up_tokenization_spaces": False,
+                "model_max_length": 4096,
+                "tokenizer_class": "PreTrainedTokenizerFast",
+            },
+            indent=2,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )
     (out / "chat_template.jinja").write_text(TEMPLATE)
-    (out / "generation_config.json").write_text(json.dumps({
-        "bos_token_id": tokenizer.token_to_id("<|startoftext|>"),
-        "eos_token_id": [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")],
-        "pad_token_id": tokenizer.token_to_id("<|pad|>"), "do_sample": False}, indent=2) + "\n")
+    (out / "generation_config.json").write_text(
+        json.dumps(
+            {
+                "bos_token_id": tokenizer.token_to_id("<|startoftext|>"),
+                "eos_token_id": [tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")],
+                "pad_token_id": tokenizer.token_to_id("<|pad|>"),
+                "do_sample": False,
+            },
+            indent=2,
+        )
+        + "\n"
+    )
     print("entries", tokenizer.get_vocab_size())
 
 

@@ -12,9 +12,18 @@ from tasks import Turn
 from wording import Wordings, ask, cap, order
 
 _WEATHER = ["sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "stormy", "clear"]
-_TEXTS = ["see you soon", "the meeting is at noon", "I will be late", "please call me", "dinner is ready",
+_TEXTS = [
+    "see you soon",
+    "the meeting is at noon",
+    "I will be late",
+    "please call me",
+    "dinner is ready",
     "happy birthday",
-          "the train is late", "good luck", "come to the harbour", "bring the keys"]
+    "the train is late",
+    "good luck",
+    "come to the harbour",
+    "bring the keys",
+]
 
 Args = dict[str, Any]
 Maker = Callable[[random.Random, bool], tuple[Args, Any, str]]
@@ -22,8 +31,18 @@ Maker = Callable[[random.Random, bool], tuple[Args, Any, str]]
 
 def schema(tool: str, description: str, /, **properties: str) -> dict[str, Any]:
     """An OpenAI-style tool object; every property is required."""
-    return {"type": "function", "function": {"name": tool, "description": description, "parameters": {
-        "type": "object", "properties": {k: {"type": t} for k, t in properties.items()}, "required": list(properties)}}}
+    return {
+        "type": "function",
+        "function": {
+            "name": tool,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {k: {"type": t} for k, t in properties.items()},
+                "required": list(properties),
+            },
+        },
+    }
 
 
 def _town(rng: random.Random, test: bool) -> str:
@@ -59,8 +78,11 @@ def _timer(rng: random.Random, test: bool) -> tuple[Args, Any, str]:
 
 
 def _order(rng: random.Random, test: bool) -> tuple[Args, Any, str]:
-    n, state, day = p.number(rng, test, 100, 99999), rng.choice(["packed", "sent", "delivered",
-        "delayed"]), rng.choice(p.DAYS)
+    n, state, day = (
+        p.number(rng, test, 100, 99999),
+        rng.choice(["packed", "sent", "delivered", "delayed"]),
+        rng.choice(p.DAYS),
+    )
     return {"order_id": n}, {"status": state, "day": day}, f"Order {n} is {state}, day {day}."
 
 
@@ -76,82 +98,217 @@ def _light(rng: random.Random, _test: bool) -> tuple[Args, Any, str]:
 
 def _table(rng: random.Random, test: bool) -> tuple[Args, Any, str]:
     place, n, day, ref = p.name(rng, test), rng.randint(2, 12), rng.choice(p.DAYS), p.number(rng, test, 100, 9999)
-    return {"restaurant": place, "people": n,
-        "day": day}, {"booking": ref}, f"Your table at {place} is booked, number {ref}."
+    return (
+        {"restaurant": place, "people": n, "day": day},
+        {"booking": ref},
+        f"Your table at {place} is booked, number {ref}.",
+    )
 
 
 KNOWN: dict[str, tuple[dict[str, Any], Maker, Wordings]] = {
-    "get_weather": (schema("get_weather", "Weather of a city", city="string"), _weather, (
-        ["What is the weather in {city}?", "How is the weather in {city}?", "Weather in {city}?",
-         "Is it cold in {city}?", "Tell me the weather in {city}.",
-         "What's the weather like in {city}?", "Do I need an umbrella in {city}?", "How warm is it in {city}?",
-         "Is it warm in {city} today?", "How cold is it in {city} now?", "Does it rain in {city}?",
-         "What is it like outside in {city}?"],
-        ["Can you check the weather in {city}?", "How warm is it in {city} now?"])),
-    "get_time": (schema("get_time", "Local time of a city", city="string"), _time, (
-        ["What time is it in {city}?", "Time in {city}?", "Tell me the time in {city}.",
-         "What is the time in {city} now?", "How late is it in {city}?"],
-        ["Can you check the time in {city}?", "I need the local time in {city}."])),
-    "multiply": (schema("multiply", "Multiplies two numbers", a="integer", b="integer"), _calc, (
-        ["What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?", "Calculate {a} times {b}.",
-         "How much is {a} x {b}?", "Multiply {a} and {b}.", "Please multiply {a} by {b}.",
-         "Can you multiply {a} with {b}?", "How much do I get for {a} times {b}?"],
-        ["Please multiply {a} and {b}.", "What do I get for {a} times {b}?"])),
-    "send_message": (schema("send_message", "Sends a text message", to="string", text="string"), _message, (
-        ["Send a message to {to}: {text}", "Write to {to}: {text}", "Tell {to}: {text}", "Text {to} this: {text}",
-         "Message for {to}: {text}"],
-        ["Please send {to} the message: {text}", "Let {to} know: {text}"])),
-    "set_timer": (schema("set_timer", "Starts a timer", minutes="integer"), _timer, (
-        ["Set a timer for {minutes} minutes.", "Start a timer: {minutes} minutes.", "Timer, {minutes} minutes.",
-         "Wake me in {minutes} minutes."],
-        ["I need a timer of {minutes} minutes.", "Please set the timer to {minutes} minutes."])),
-    "get_order": (schema("get_order", "State of an order", order_id="integer"), _order, (
-        ["Where is my order {order_id}?", "What is the state of order {order_id}?", "Check order {order_id}.",
-         "Has order {order_id} been sent?", "Order {order_id}?"],
-        ["Can you look up order {order_id}?", "Please find my order, number {order_id}."])),
-    "find_phone": (schema("find_phone", "Finds a phone number", name="string"), _phone, (
-        ["Find the phone number of {name}.", "Search for the number of {name}.", "Look for {name} in the phone book.",
-         "Search {name}'s number in the phone book.", "How can I call {name}?", "I need {name}'s phone number.",
-         "Look up the phone number of {name}.", "What number does {name} have? Look it up."],
-        ["Can you find the phone number of {name}?", "Search the phone book for {name}."])),
-    "set_light": (schema("set_light", "Turns a light on or off", room="string", on="boolean"), _light, (
-        ["Turn {onoff} the light in the {room}.", "Light {onoff} in the {room}.",
-         "Switch {onoff} the light in the {room}.", "The light in the {room}: {onoff}, please."],
-        ["Please turn {onoff} the light of the {room}."])),
-    "book_table": (schema("book_table", "Books a table", restaurant="string", people="integer", day="string"), _table, (
-        ["Book a table at {restaurant} for {people} people on {day}.",
-         "A table for {people} at {restaurant} on {day}, please.",
-         "Reserve a table at {restaurant}, {people} people, {day}."],
-        ["Please reserve a table for {people} people at {restaurant} on {day}."])),
+    "get_weather": (
+        schema("get_weather", "Weather of a city", city="string"),
+        _weather,
+        (
+            [
+                "What is the weather in {city}?",
+                "How is the weather in {city}?",
+                "Weather in {city}?",
+                "Is it cold in {city}?",
+                "Tell me the weather in {city}.",
+                "What's the weather like in {city}?",
+                "Do I need an umbrella in {city}?",
+                "How warm is it in {city}?",
+                "Is it warm in {city} today?",
+                "How cold is it in {city} now?",
+                "Does it rain in {city}?",
+                "What is it like outside in {city}?",
+            ],
+            ["Can you check the weather in {city}?", "How warm is it in {city} now?"],
+        ),
+    ),
+    "get_time": (
+        schema("get_time", "Local time of a city", city="string"),
+        _time,
+        (
+            [
+                "What time is it in {city}?",
+                "Time in {city}?",
+                "Tell me the time in {city}.",
+                "What is the time in {city} now?",
+                "How late is it in {city}?",
+            ],
+            ["Can you check the time in {city}?", "I need the local time in {city}."],
+        ),
+    ),
+    "multiply": (
+        schema("multiply", "Multiplies two numbers", a="integer", b="integer"),
+        _calc,
+        (
+            [
+                "What is {a} times {b}?",
+                "Multiply {a} by {b}.",
+                "{a} * {b} = ?",
+                "Calculate {a} times {b}.",
+                "How much is {a} x {b}?",
+                "Multiply {a} and {b}.",
+                "Please multiply {a} by {b}.",
+                "Can you multiply {a} with {b}?",
+                "How much do I get for {a} times {b}?",
+            ],
+            ["Please multiply {a} and {b}.", "What do I get for {a} times {b}?"],
+        ),
+    ),
+    "send_message": (
+        schema("send_message", "Sends a text message", to="string", text="string"),
+        _message,
+        (
+            [
+                "Send a message to {to}: {text}",
+                "Write to {to}: {text}",
+                "Tell {to}: {text}",
+                "Text {to} this: {text}",
+                "Message for {to}: {text}",
+            ],
+            ["Please send {to} the message: {text}", "Let {to} know: {text}"],
+        ),
+    ),
+    "set_timer": (
+        schema("set_timer", "Starts a timer", minutes="integer"),
+        _timer,
+        (
+            [
+                "Set a timer for {minutes} minutes.",
+                "Start a timer: {minutes} minutes.",
+                "Timer, {minutes} minutes.",
+                "Wake me in {minutes} minutes.",
+            ],
+            ["I need a timer of {minutes} minutes.", "Please set the timer to {minutes} minutes."],
+        ),
+    ),
+    "get_order": (
+        schema("get_order", "State of an order", order_id="integer"),
+        _order,
+        (
+            [
+                "Where is my order {order_id}?",
+                "What is the state of order {order_id}?",
+                "Check order {order_id}.",
+                "Has order {order_id} been sent?",
+                "Order {order_id}?",
+            ],
+            ["Can you look up order {order_id}?", "Please find my order, number {order_id}."],
+        ),
+    ),
+    "find_phone": (
+        schema("find_phone", "Finds a phone number", name="string"),
+        _phone,
+        (
+            [
+                "Find the phone number of {name}.",
+                "Search for the number of {name}.",
+                "Look for {name} in the phone book.",
+                "Search {name}'s number in the phone book.",
+                "How can I call {name}?",
+                "I need {name}'s phone number.",
+                "Look up the phone number of {name}.",
+                "What number does {name} have? Look it up.",
+            ],
+            ["Can you find the phone number of {name}?", "Search the phone book for {name}."],
+        ),
+    ),
+    "set_light": (
+        schema("set_light", "Turns a light on or off", room="string", on="boolean"),
+        _light,
+        (
+            [
+                "Turn {onoff} the light in the {room}.",
+                "Light {onoff} in the {room}.",
+                "Switch {onoff} the light in the {room}.",
+                "The light in the {room}: {onoff}, please.",
+            ],
+            ["Please turn {onoff} the light of the {room}."],
+        ),
+    ),
+    "book_table": (
+        schema("book_table", "Books a table", restaurant="string", people="integer", day="string"),
+        _table,
+        (
+            [
+                "Book a table at {restaurant} for {people} people on {day}.",
+                "A table for {people} at {restaurant} on {day}, please.",
+                "Reserve a table at {restaurant}, {people} people, {day}.",
+            ],
+            ["Please reserve a table for {people} people at {restaurant} on {day}."],
+        ),
+    ),
 }
 
 
 PHRASES = {
-    "get_weather": ["the weather in {city}", "the weather of {city}", "today's weather in {city}",
-    "the temperature in {city}", "the weather for {city}"],
-    "get_time": ["the time in {city}", "the local time in {city}", "the time of day in {city}",
-    "the clock time in {city}"],
-    "multiply": ["{a} times {b}", "the product of {a} and {b}", "{a} * {b}", "{a} multiplied by {b}",
-    "the result of {a} x {b}"],
-    "get_order": ["the state of order {order_id}", "the state of my order {order_id}",
-    "the status of order number {order_id}", "order {order_id}", "news about order {order_id}"],
-    "find_phone": ["the phone number of {name}", "{name}'s phone number", "the number of {name}",
-    "the telephone number of {name}"],
+    "get_weather": [
+        "the weather in {city}",
+        "the weather of {city}",
+        "today's weather in {city}",
+        "the temperature in {city}",
+        "the weather for {city}",
+    ],
+    "get_time": [
+        "the time in {city}",
+        "the local time in {city}",
+        "the time of day in {city}",
+        "the clock time in {city}",
+    ],
+    "multiply": [
+        "{a} times {b}",
+        "the product of {a} and {b}",
+        "{a} * {b}",
+        "{a} multiplied by {b}",
+        "the result of {a} x {b}",
+    ],
+    "get_order": [
+        "the state of order {order_id}",
+        "the state of my order {order_id}",
+        "the status of order number {order_id}",
+        "order {order_id}",
+        "news about order {order_id}",
+    ],
+    "find_phone": [
+        "the phone number of {name}",
+        "{name}'s phone number",
+        "the number of {name}",
+        "the telephone number of {name}",
+    ],
 }
 ORDERS = {
-    "send_message": ["send a message to {to}: {text}", "write to {to}: {text}", "send {to} this message: {text}",
-    "tell {to} this: {text}", "text {to}: {text}",
-                     "send {to} the words: {text}"],
-    "set_timer": ["set a timer for {minutes} minutes", "start a timer of {minutes} minutes",
-    "wake me in {minutes} minutes", "set the timer to {minutes} minutes",
-                  "start the timer with {minutes} minutes"],
-    "set_light": ["turn {onoff} the light in the {room}", "switch {onoff} the light of the {room}",
-    "turn the light in the {room} {onoff}", "switch the light {onoff} in the {room}",
-                  "turn {onoff} the {room} light"],
-    "book_table": ["book a table at {restaurant} for {people} people on {day}",
-    "reserve a table for {people} at {restaurant} on {day}",
-                   "get a table at {restaurant} on {day} for {people} people",
-                   "on {day}, book a table for {people} people at {restaurant}"],
+    "send_message": [
+        "send a message to {to}: {text}",
+        "write to {to}: {text}",
+        "send {to} this message: {text}",
+        "tell {to} this: {text}",
+        "text {to}: {text}",
+        "send {to} the words: {text}",
+    ],
+    "set_timer": [
+        "set a timer for {minutes} minutes",
+        "start a timer of {minutes} minutes",
+        "wake me in {minutes} minutes",
+        "set the timer to {minutes} minutes",
+        "start the timer with {minutes} minutes",
+    ],
+    "set_light": [
+        "turn {onoff} the light in the {room}",
+        "switch {onoff} the light of the {room}",
+        "turn the light in the {room} {onoff}",
+        "switch the light {onoff} in the {room}",
+        "turn {onoff} the {room} light",
+    ],
+    "book_table": [
+        "book a table at {restaurant} for {people} people on {day}",
+        "reserve a table for {people} at {restaurant} on {day}",
+        "get a table at {restaurant} on {day} for {people} people",
+        "on {day}, book a table for {people} people at {restaurant}",
+    ],
 }
 
 
@@ -168,9 +325,13 @@ def invented(rng: random.Random, test: bool) -> tuple[dict[str, Any], Maker, Wor
         return {noun: value}, {prop: result}, f"The {prop} of {noun} {value} is {result}."
 
     wordings: Wordings = (
-        [f"What is the {prop} of {noun} {{{noun}}}?", f"{cap(verb)} the {prop} of {noun} {{{noun}}}.",
-         f"Tell me the {prop} of {noun} {{{noun}}}."],
-        [f"Can you look up the {prop} of {noun} {{{noun}}}?"])
+        [
+            f"What is the {prop} of {noun} {{{noun}}}?",
+            f"{cap(verb)} the {prop} of {noun} {{{noun}}}.",
+            f"Tell me the {prop} of {noun} {{{noun}}}.",
+        ],
+        [f"Can you look up the {prop} of {noun} {{{noun}}}?"],
+    )
     return schema(name, f"The {prop} of a {noun}", **{noun: kind}), make, wordings
 
 
@@ -187,8 +348,9 @@ def vary(rng: random.Random, tool: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(function["parameters"])
     r = rng.random()
     if r < 0.15:
-        parameters["properties"] = {k: {**v, "description": f"The {k.replace('_', ' ')}"} for k,
-            v in parameters["properties"].items()}
+        parameters["properties"] = {
+            k: {**v, "description": f"The {k.replace('_', ' ')}"} for k, v in parameters["properties"].items()
+        }
     elif r < 0.25:
         parameters["additionalProperties"] = False
         function["strict"] = True
@@ -218,8 +380,11 @@ class Toolbox:
         phrases = PHRASES.get(name)
         if phrases is None:
             _, noun, prop = name.split("_")
-            phrases = [f"the {prop} of {noun} {{{args[0]}}}", f"the {prop} of the {noun} {{{args[0]}}}",
-                f"{noun} {{{args[0]}}}'s {prop}"]
+            phrases = [
+                f"the {prop} of {noun} {{{args[0]}}}",
+                f"the {prop} of the {noun} {{{args[0]}}}",
+                f"{noun} {{{args[0]}}}'s {prop}",
+            ]
         return ask(rng, self.test, phrases, special)
 
     def turn(self) -> Turn:
@@ -235,15 +400,24 @@ class Toolbox:
             calls.append((name, args))
             results.append(result)
             answers.append(answer)
-            user = rng.choice([f"What is the {what} in {{a}} and in {{b}}?",
-                f"Compare the {what} of {{a}} and {{b}}."]).format(
-                a=calls[0][1]["city"], b=calls[1][1]["city"])
-        steps: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls]}]
+            user = rng.choice(
+                [f"What is the {what} in {{a}} and in {{b}}?", f"Compare the {what} of {{a}} and {{b}}."]
+            ).format(a=calls[0][1]["city"], b=calls[1][1]["city"])
+        steps: list[dict[str, Any]] = [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": {"name": n, "arguments": a}} for n, a in calls],
+            }
+        ]
         steps += [{"role": "tool", "content": json.dumps(r)} for r in results]
-        values = [str(v) for r in results for v in r.values() if not isinstance(v, bool) and v not in ("sent",
-            "started")]
-        check = {"type": "calls", "calls": [{"name": n, "arguments": a} for n, a in calls],
+        values = [
+            str(v) for r in results for v in r.values() if not isinstance(v, bool) and v not in ("sent", "started")
+        ]
+        check = {
+            "type": "calls",
+            "calls": [{"name": n, "arguments": a} for n, a in calls],
             "results": [json.dumps(r) for r in results],
-                 "values": values}
+            "values": values,
+        }
         return Turn(user, " ".join(answers), check, steps)

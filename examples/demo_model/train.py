@@ -27,8 +27,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-IGNORED, CONTEXT, ANSWER = 0, 1, 2      # what a target token is: padding, given text, text the model must produce
-KIND_SHIFT = 12                         # ids and kinds share one int16
+IGNORED, CONTEXT, ANSWER = 0, 1, 2  # what a target token is: padding, given text, text the model must produce
+KIND_SHIFT = 12  # ids and kinds share one int16
 
 
 def encode(tokenizer: Tokenizer, rows: list[list[chats.Piece]], length: int) -> np.ndarray:
@@ -150,9 +150,11 @@ def save(model: Demo, base: Path, out: Path, log: dict[str, Any]) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    ids = {"bos_token_id": tokenizer.token_to_id("<|startoftext|>"),
+    ids = {
+        "bos_token_id": tokenizer.token_to_id("<|startoftext|>"),
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-           "pad_token_id": tokenizer.token_to_id("<|pad|>")}
+        "pad_token_id": tokenizer.token_to_id("<|pad|>"),
+    }
     cfg = Lfm2MoeConfig(**config(model.shape, ids), dtype="bfloat16", architectures=["Lfm2MoeForCausalLM"])
     cfg.save_pretrained(out)
     save_file(to_published(model), str(out / "model.safetensors"), metadata={"format": "pt"})
@@ -181,11 +183,14 @@ def main() -> None:
     args = ap.parse_args()
     begin = time.time()
 
-    fork = mp.get_context("fork")       # before CUDA starts; the workers never touch it
+    fork = mp.get_context("fork")  # before CUDA starts; the workers never touch it
     queues = [fork.Queue(6) for _ in range(args.workers)]
-    workers = [fork.Process(target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q),
-        daemon=True)
-               for i, q in enumerate(queues)]
+    workers = [
+        fork.Process(
+            target=worker, args=(i, str(args.base), args.seed, tuple(args.short), tuple(args.long), q), daemon=True
+        )
+        for i, q in enumerate(queues)
+    ]
     for process in workers:
         process.start()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -209,9 +214,13 @@ def main() -> None:
     print("parameters", sum(p.numel() for p in model.parameters()), flush=True)
     matrices = {"conv_in", "conv_out", "q", "k", "v", "o", "d1", "d2", "d3", "e1", "e2", "e3"}
     muon = Muon([p for n, p in model.named_parameters() if n in matrices])
-    adam = torch.optim.AdamW([p for n, p in model.named_parameters() if n not in matrices], lr=args.lr,
+    adam = torch.optim.AdamW(
+        [p for n, p in model.named_parameters() if n not in matrices],
+        lr=args.lr,
         betas=(0.9, 0.98),
-                             weight_decay=0.0, fused=device == "cuda")
+        weight_decay=0.0,
+        fused=device == "cuda",
+    )
     step_loss = loss_of if args.eager else torch.compile(loss_of, dynamic=False)
     held_out = held_out_rows(Tokenizer.from_file(str(args.base / "tokenizer.json")))
     print(f"held-out rows {len(held_out)}, {time.time() - begin:.1f} s", flush=True)
@@ -258,10 +267,15 @@ def main() -> None:
         if step % 100 == 0 or progress >= 1.0:
             s = sums.tolist()
             share = total_load / total_load.sum(-1, keepdim=True)
-            line = {"step": step, "loss": round(s[1] / s[2], 4), "least_used": round(float(share.min()), 4),
+            line = {
+                "step": step,
+                "loss": round(s[1] / s[2], 4),
+                "least_used": round(float(share.min()), 4),
                 "most_used": round(float(share.max()), 4),
-                    "tokens_per_s": round(tokens / (time.time() - first)), "waited": round(waited, 2),
-                    "seconds": round(time.time() - begin, 1)}
+                "tokens_per_s": round(tokens / (time.time() - first)),
+                "waited": round(waited, 2),
+                "seconds": round(time.time() - begin, 1),
+            }
             log["loss"].append(line)
             print(line, flush=True)
             sums.zero_()
@@ -272,7 +286,7 @@ def main() -> None:
     print(f"done: {step} steps, {time.time() - begin:.1f} s", flush=True)
     for process in workers:
         process.kill()
-    os._exit(0)         # the feeding thread and the queues' threads never end by themselves
+    os._exit(0)  # the feeding thread and the queues' threads never end by themselves
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Ways to ask and to tell, and the proof that the held-out ones are apart from those of the training chats.
 
-A message is a noun phrase ("the capital of Peru"), an order ("count from 1 to 5") or a statement ("my name is Ada") in a
-frame, or one of the task's own templates. Frames are shared by all tasks, so that the model learns to read the phrase
+A message is a noun phrase ("the capital of Peru"), an order ("count from 1 to 5") or a statement ("my name is Ada")
+in a frame, or one of the task's own templates. Frames are shared by all tasks, so that the model learns to read the phrase
 and not the frame. Each list has a part for training and a part kept for the held-out questions.
 """
 
@@ -18,53 +18,209 @@ Frames = tuple[list[str], list[str]]
 
 # {p}: a noun phrase; {P}: the same with a capital letter
 ASK: Frames = (
-    ["What is {p}?", "What's {p}?", "Tell me {p}.", "Please tell me {p}.", "Give me {p}.", "Say {p}.", "Name {p}.",
-     "{P}?", "{P}, please.", "{P}", "Do you know {p}?", "Can you tell me {p}?", "Could you tell me {p}?",
-     "I need {p}.", "I forgot {p}.", "I would like to know {p}.", "Do you remember {p}?", "Can you give me {p}?",
-     "Please say {p}.", "What would be {p}?", "{P} is what?", "{P} is?", "What was {p}?", "Can you say what {p} is?",
-     "Do you know what {p} is?", "I wonder what {p} is.", "Any idea what {p} is?", "Tell me what {p} is.",
-     "I am looking for {p}.", "I have to know {p}.", "My friend asks for {p}.", "Let me hear {p}.", "Write {p}.",
-     "Write down {p}.", "Answer me: {p}?", "Do you have {p}?", "Would you tell me {p}?", "Which is {p}?",
-     "Remind me: what is {p}?", "I ask you for {p}.", "Show me {p}.", "Please answer: what is {p}?",
-     "Please name {p}.", "Please give me {p}.", "Can you name {p}?", "I want {p}.", "Could you say {p}?",
-     "I can't remember {p}.", "You know {p}, right?", "What do you think is {p}?", "Look up {p}.", "Check {p}.",
-     "Now I need {p}.", "What is {p} again?", "What's {p} again?", "I'm curious about {p}.", "Can I have {p}?",
-     "Please remind me of {p}.", "What did you say is {p}?", "Could you remind me what {p} is?", "Tell us {p}.",
-     "May I ask what {p} is?", "What exactly is {p}?", "{P}: what is it?", "How about {p}?", "And {p}?"],
-    ["I want to know {p}.", "Could you give me {p}?", "Please find {p}.", "I'd like to hear {p}.",
-     "Would you name {p}?", "Find {p} for me.", "Might you tell me {p}?", "I'd be glad to learn {p}.",
-     "Be so good as to tell me {p}."],
+    [
+        "What is {p}?",
+        "What's {p}?",
+        "Tell me {p}.",
+        "Please tell me {p}.",
+        "Give me {p}.",
+        "Say {p}.",
+        "Name {p}.",
+        "{P}?",
+        "{P}, please.",
+        "{P}",
+        "Do you know {p}?",
+        "Can you tell me {p}?",
+        "Could you tell me {p}?",
+        "I need {p}.",
+        "I forgot {p}.",
+        "I would like to know {p}.",
+        "Do you remember {p}?",
+        "Can you give me {p}?",
+        "Please say {p}.",
+        "What would be {p}?",
+        "{P} is what?",
+        "{P} is?",
+        "What was {p}?",
+        "Can you say what {p} is?",
+        "Do you know what {p} is?",
+        "I wonder what {p} is.",
+        "Any idea what {p} is?",
+        "Tell me what {p} is.",
+        "I am looking for {p}.",
+        "I have to know {p}.",
+        "My friend asks for {p}.",
+        "Let me hear {p}.",
+        "Write {p}.",
+        "Write down {p}.",
+        "Answer me: {p}?",
+        "Do you have {p}?",
+        "Would you tell me {p}?",
+        "Which is {p}?",
+        "Remind me: what is {p}?",
+        "I ask you for {p}.",
+        "Show me {p}.",
+        "Please answer: what is {p}?",
+        "Please name {p}.",
+        "Please give me {p}.",
+        "Can you name {p}?",
+        "I want {p}.",
+        "Could you say {p}?",
+        "I can't remember {p}.",
+        "You know {p}, right?",
+        "What do you think is {p}?",
+        "Look up {p}.",
+        "Check {p}.",
+        "Now I need {p}.",
+        "What is {p} again?",
+        "What's {p} again?",
+        "I'm curious about {p}.",
+        "Can I have {p}?",
+        "Please remind me of {p}.",
+        "What did you say is {p}?",
+        "Could you remind me what {p} is?",
+        "Tell us {p}.",
+        "May I ask what {p} is?",
+        "What exactly is {p}?",
+        "{P}: what is it?",
+        "How about {p}?",
+        "And {p}?",
+    ],
+    [
+        "I want to know {p}.",
+        "Could you give me {p}?",
+        "Please find {p}.",
+        "I'd like to hear {p}.",
+        "Would you name {p}?",
+        "Find {p} for me.",
+        "Might you tell me {p}?",
+        "I'd be glad to learn {p}.",
+        "Be so good as to tell me {p}.",
+    ],
 )
 # {d}: an order; {D}: the same with a capital letter
 ORDER: Frames = (
-    ["{D}.", "{D}", "Please {d}.", "Can you {d}?", "Could you {d}?", "I want you to {d}.", "Would you {d}?",
-     "Now {d}.", "{D}, please.", "{D} for me.", "You should {d}.", "Will you {d}?", "I would like you to {d}.",
-     "Are you able to {d}?", "Try to {d}.", "Can you please {d}?", "Let's see you {d}.", "It is time to {d}.",
-     "Your task: {d}.", "Next, {d}.", "My wish: {d}.", "I ask you to {d}.", "Go and {d}.", "Could you please {d}?",
-     "{D}!", "{D} now.", "Just {d}.", "I'd like you to {d}.", "Can you {d} for me?", "Go ahead and {d}."],
-    ["I need you to {d}.", "Kindly {d}.", "Help me and {d}.", "Do me a favour and {d}.", "It would help me if you {d}.",
-     "Be so kind and {d}."],
+    [
+        "{D}.",
+        "{D}",
+        "Please {d}.",
+        "Can you {d}?",
+        "Could you {d}?",
+        "I want you to {d}.",
+        "Would you {d}?",
+        "Now {d}.",
+        "{D}, please.",
+        "{D} for me.",
+        "You should {d}.",
+        "Will you {d}?",
+        "I would like you to {d}.",
+        "Are you able to {d}?",
+        "Try to {d}.",
+        "Can you please {d}?",
+        "Let's see you {d}.",
+        "It is time to {d}.",
+        "Your task: {d}.",
+        "Next, {d}.",
+        "My wish: {d}.",
+        "I ask you to {d}.",
+        "Go and {d}.",
+        "Could you please {d}?",
+        "{D}!",
+        "{D} now.",
+        "Just {d}.",
+        "I'd like you to {d}.",
+        "Can you {d} for me?",
+        "Go ahead and {d}.",
+    ],
+    [
+        "I need you to {d}.",
+        "Kindly {d}.",
+        "Help me and {d}.",
+        "Do me a favour and {d}.",
+        "It would help me if you {d}.",
+        "Be so kind and {d}.",
+    ],
 )
 # {s}: a statement; {S}: the same with a capital letter
 TELL: Frames = (
-    ["{S}.", "{S}.", "{S}!", "{S}", "Please remember that {s}.", "Remember that {s}.", "By the way, {s}.",
-     "{S}. Please remember that.", "{S}. Remember that.", "{S}, please remember it.", "Remember: {s}.",
-     "Just so you know, {s}.", "You should know that {s}.", "Please note that {s}.", "Note that {s}.",
-     "Don't forget that {s}.", "I want you to remember that {s}.", "Note: {s}.", "Keep in mind that {s}.",
-     "Hello! {S}.", "Hi, {s}.", "OK, {s}.", "Also, {s}.", "Let me tell you that {s}.", "{S}, by the way.",
-     "So you know: {s}.", "{S}. Keep that in mind.", "Can you remember that {s}?", "I tell you that {s}.",
-     "{S}. Don't forget it.", "{S}. Note that down."],
-    ["For your information, {s}.", "Here is a fact about me: {s}.", "Something to keep: {s}.", "Listen, {s}.",
-     "It is good to know that {s}.", "{S}. Make a note of it.", "You may need this later: {s}."],
+    [
+        "{S}.",
+        "{S}.",
+        "{S}!",
+        "{S}",
+        "Please remember that {s}.",
+        "Remember that {s}.",
+        "By the way, {s}.",
+        "{S}. Please remember that.",
+        "{S}. Remember that.",
+        "{S}, please remember it.",
+        "Remember: {s}.",
+        "Just so you know, {s}.",
+        "You should know that {s}.",
+        "Please note that {s}.",
+        "Note that {s}.",
+        "Don't forget that {s}.",
+        "I want you to remember that {s}.",
+        "Note: {s}.",
+        "Keep in mind that {s}.",
+        "Hello! {S}.",
+        "Hi, {s}.",
+        "OK, {s}.",
+        "Also, {s}.",
+        "Let me tell you that {s}.",
+        "{S}, by the way.",
+        "So you know: {s}.",
+        "{S}. Keep that in mind.",
+        "Can you remember that {s}?",
+        "I tell you that {s}.",
+        "{S}. Don't forget it.",
+        "{S}. Note that down.",
+    ],
+    [
+        "For your information, {s}.",
+        "Here is a fact about me: {s}.",
+        "Something to keep: {s}.",
+        "Listen, {s}.",
+        "It is good to know that {s}.",
+        "{S}. Make a note of it.",
+        "You may need this later: {s}.",
+    ],
 )
 PREFIX: Frames = (
-    ["Quick question: ", "Can you help me? ", "I have a question. ", "Hello! ", "Hi, ", "Next question: ",
-     "One more thing: ", "Good morning. ", "And ", "OK, ", "Do you know this? ", "Let me ask you something: ", "Well, ",
-     "So, ", "Question: ", "Then ", "Good. ", "Right, ", "Very good! ", "Now, "],
+    [
+        "Quick question: ",
+        "Can you help me? ",
+        "I have a question. ",
+        "Hello! ",
+        "Hi, ",
+        "Next question: ",
+        "One more thing: ",
+        "Good morning. ",
+        "And ",
+        "OK, ",
+        "Do you know this? ",
+        "Let me ask you something: ",
+        "Well, ",
+        "So, ",
+        "Question: ",
+        "Then ",
+        "Good. ",
+        "Right, ",
+        "Very good! ",
+        "Now, ",
+    ],
     ["Here is my question: ", "Hey, ", "Thanks. ", "Nice. "],
 )
-SUFFIX = [" Please.", " Thank you.", " Thanks!", " I need to know.", " Answer briefly.", " Be quick.",
-          " It is for my school.", " I forgot it."]
+SUFFIX = [
+    " Please.",
+    " Thank you.",
+    " Thanks!",
+    " I need to know.",
+    " Answer briefly.",
+    " Be quick.",
+    " It is for my school.",
+    " I forgot it.",
+]
 DROPPED = frozenset("what is the of a which tell me please does has name can you give do to".split())
 ADDED = "now just again really exactly kindly maybe quickly perhaps actually simply".split()
 
@@ -72,6 +228,9 @@ ADDED = "now just again really exactly kindly maybe quickly perhaps actually sim
 def cap(text: str) -> str:
     """The text with a capital letter, unless it begins with a field."""
     return text[:1].upper() + text[1:]
+
+
+ALL: "list[Ways]" = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,9 +268,6 @@ class Ways:
         yield from self.held if test else self.train
         for letter, frames, options in self._framed():
             yield from (_fill(f, letter, o, a) for f in frames[test] for o in options for a in self.around)
-
-
-ALL: list[Ways] = []
 
 
 def _fill(frame: str, letter: str, phrase: str, around: str) -> str:

@@ -12,7 +12,9 @@ from rich.table import Table
 
 from lfm2serve.options import EngineOptions
 
-app = typer.Typer(help="Measure this machine: the figures behind the README.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Measure this machine: the figures behind the README.", no_args_is_help=True, add_completion=False
+)
 
 ModelOption = Annotated[str, typer.Option("--model", help="A model's shape, with random weights.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
@@ -88,7 +90,9 @@ def law(
     model: ModelOption = "lfm2-350m",
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
-    lengths: Annotated[str, typer.Option(help="Prompt lengths; every other one is sampled.")] = "1,2,17,128,129,500,513,900",
+    lengths: Annotated[
+        str, typer.Option(help="Prompt lengths; every other one is sampled.")
+    ] = "1,2,17,128,129,500,513,900",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each reply.")] = 32,
     chunks: Annotated[str, typer.Option(help="Sizes of prompt steps.")] = "64,512",
     together: Annotated[str, typer.Option(help="Numbers of requests at once.")] = "4,8",

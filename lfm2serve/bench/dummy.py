@@ -67,7 +67,9 @@ def dummy(name: str, options: EngineOptions) -> Iterator[Dummy]:
     backend = open_backend(target, options, plan.scratch)
     try:
         made = backend.random_weights(tensor_shapes(config))
-        tensors = random_tensors(config, backend.weight_arena(weight_bytes(config) + ARENA_SLACK)) if made is None else made
+        tensors = (
+            random_tensors(config, backend.weight_arena(weight_bytes(config) + ARENA_SLACK)) if made is None else made
+        )
         model = Model(config, tensors, backend, max_rows=plan.context + SLACK_ROWS)
         yield Dummy(config, target, backend, plan, model)
     finally:

@@ -44,7 +44,14 @@ class Report:
 
 
 def measure(
-    model: str, options: EngineOptions, *, streams: list[int], prompts: list[int], context: int, tokens: int, repeats: int
+    model: str,
+    options: EngineOptions,
+    *,
+    streams: list[int],
+    prompts: list[int],
+    context: int,
+    tokens: int,
+    repeats: int,
 ) -> Report:
     """Run the whole engine on random weights.
 
@@ -84,7 +91,14 @@ def _memory_bound(report: Report, made: Dummy) -> float:
 
 
 def _decode_figures(
-    report: Report, config: ModelConfig, engine: Engine, streams: int, context: int, tokens: int, repeats: int, bound: float
+    report: Report,
+    config: ModelConfig,
+    engine: Engine,
+    streams: int,
+    context: int,
+    tokens: int,
+    repeats: int,
+    bound: float,
 ) -> None:
     runs = [_decode(engine, streams, context, tokens) for _ in range(repeats)]
     rate = statistics.median(rate for rate, _ in runs)

@@ -86,7 +86,9 @@ def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, ta
         )
     longest = config.max_position_embeddings
     if options.context is not None and options.context > longest:
-        raise MemoryPlanError(f"--context {options.context}: the model has {longest} positions (max_position_embeddings)")
+        raise MemoryPlanError(
+            f"--context {options.context}: the model has {longest} positions (max_position_embeddings)"
+        )
     useful = slots * pages_for((options.context or longest) + SLACK_ROWS)
     asked = None if options.prompt_cache_gib is None else int(options.prompt_cache_gib * GIB)
     if limit is not None and (asked or 0) + page_bytes * (options.kv_pages or 1) > budget:

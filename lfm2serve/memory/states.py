@@ -130,7 +130,11 @@ class StreamStates:
         if at > self.leased_rows[slot]:
             raise LeaseError(f"slot {slot}: a kept state of {at} rows with {self.leased_rows[slot]} rows leased")
         source = _in_bytes(runs)
-        rows = range(RING_ROWS) if conv_rows == RING_ROWS else [(at - back) % RING_ROWS for back in range(conv_rows, 0, -1)]
+        rows = (
+            range(RING_ROWS)
+            if conv_rows == RING_ROWS
+            else [(at - back) % RING_ROWS for back in range(conv_rows, 0, -1)]
+        )
         ring = self._ring_runs(slot, rows)
         self._copy(self._ring_bytes, self._arena, cut(source, 0, sum(run.count for run in ring)), ring)
         pages = self._page_runs(slot, at)

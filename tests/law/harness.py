@@ -155,9 +155,7 @@ def engine_for(
         yield from _engine_for(path, way, poison, ends)
 
 
-def _engine_for(
-    path: Path, way: Way, poison: frozenset[int], ends: bool
-) -> Iterator[tuple[Engine, RecordingBackend]]:
+def _engine_for(path: Path, way: Way, poison: frozenset[int], ends: bool) -> Iterator[tuple[Engine, RecordingBackend]]:
     checkpoint, tensors = _tensors(path)
     backend = RecordingBackend(way.dtype, way.threads)
     rows = CONTEXT + SLACK_ROWS
@@ -222,7 +220,9 @@ def check_kept(engine: Engine) -> None:
 
 
 def vars_of(obj: object) -> list[object]:
-    return list(obj) if isinstance(obj, tuple) else [getattr(obj, name) for name in getattr(obj, "__slots__", vars(obj))]
+    return (
+        list(obj) if isinstance(obj, tuple) else [getattr(obj, name) for name in getattr(obj, "__slots__", vars(obj))]
+    )
 
 
 class Collector:

@@ -25,7 +25,9 @@ Wrong = Callable[[], int]  # how many tokens of the next draft are right
 
 
 @contextmanager
-def drafting(path: Path, asked: Sequence[Request], right: Wrong, length: int = MAX_DRAFT) -> Iterator[list[tuple[int, int]]]:
+def drafting(
+    path: Path, asked: Sequence[Request], right: Wrong, length: int = MAX_DRAFT
+) -> Iterator[list[tuple[int, int]]]:
     """Every stream drafts from its known reply, with a wrong token behind the first `right()` ones of each draft.
 
     Yields (tokens of the stream, draft length) of each round that drafted, while it happens.
@@ -34,7 +36,9 @@ def drafting(path: Path, asked: Sequence[Request], right: Wrong, length: int = M
     rounds: list[tuple[int, int]] = []
 
     def propose(self: Drafter, tokens: Sequence[int], most: int, rows: int, costs: RoundCosts) -> list[int]:
-        [whole] = {tuple(whole) for ids, whole in known if tuple(tokens[: len(ids)]) == ids and tokens == whole[: len(tokens)]}
+        [whole] = {
+            tuple(whole) for ids, whole in known if tuple(tokens[: len(ids)]) == ids and tokens == whole[: len(tokens)]
+        }
         count, good = min(most, length), right()
         draft = [*whole[len(tokens) :], *[20] * count][:count]
         draft[good:] = [(token + 1) % VOCAB for token in draft[good : good + 1]] + draft[good + 1 :]
@@ -129,7 +133,10 @@ def test_a_reply_that_ends_inside_an_accepted_draft(tiny: Path, place: int, ends
             assert result.tokens == plain.tokens[: at + 1] and result.finish_reason == "stop"
         longer = Request((*request.prompt, *plain.tokens[: at + 1], 20), seed=2)
     # the same again, and on from where it ended
-    with drafting(tiny, [replace(request, stop=()), longer], always(MAX_DRAFT)), engine_for(tiny, PLAIN) as (engine, backend):
+    with (
+        drafting(tiny, [replace(request, stop=()), longer], always(MAX_DRAFT)),
+        engine_for(tiny, PLAIN) as (engine, backend),
+    ):
         ask(engine, request)
         [result] = ask(engine, longer)
         check(tiny, backend, longer, result)
@@ -159,7 +166,9 @@ def test_several_streams_draft_at_once(
     tiny: Path, rights: list[int], lengths: list[int], slots: int, chunk: int | None, kv: str
 ) -> None:
     asked = [
-        Request((20 + n, *prompt(length, n)), seed=n, max_tokens=9 + 5 * n, temperature=0.9 * (n % 2), penalties=n % 3 == 0)
+        Request(
+            (20 + n, *prompt(length, n)), seed=n, max_tokens=9 + 5 * n, temperature=0.9 * (n % 2), penalties=n % 3 == 0
+        )
         for n, length in enumerate(lengths)
     ]
     drafted(tiny, replace(PLAIN, slots=slots, prompt_chunk=chunk, kv=kv), asked, in_turn(rights))

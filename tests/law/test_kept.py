@@ -61,7 +61,11 @@ def test_a_resumed_chat_is_the_fresh_one(
             for length in turns:
                 turn += 1
                 request = chat.ask(
-                    prompt(length, turn), seed=turn, temperature=temperature, penalties=penalties, max_tokens=3 + 5 * turn
+                    prompt(length, turn),
+                    seed=turn,
+                    temperature=temperature,
+                    penalties=penalties,
+                    max_tokens=3 + 5 * turn,
                 )
                 result = reply(engine, chat, request)
                 check(tiny, backend, request, result)
@@ -280,14 +284,20 @@ def test_a_ring_that_a_resumed_stream_never_filled_is_not_cut_into(tiny: Path, b
 
 
 @few
-@given(way=WAYS, cuts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 45)), min_size=2, max_size=4), seed=st.integers(0, 5))
+@given(
+    way=WAYS,
+    cuts=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 45)), min_size=2, max_size=4),
+    seed=st.integers(0, 5),
+)
 def test_cut_after_cut_is_exact(tiny: Path, way: Way, cuts: list[tuple[int, int]], seed: int) -> None:
     """Replies that come back with their end dropped, again and again, also into the turns before."""
     conversation, turn = [1, *prompt(40, seed)], 0
     with engine_for(tiny, way) as (engine, backend):
         for length, back in cuts:
             turn += 1
-            request = Request((*conversation, *prompt(3, turn)), seed=turn, temperature=0.9, max_tokens=length, marks=())
+            request = Request(
+                (*conversation, *prompt(3, turn)), seed=turn, temperature=0.9, max_tokens=length, marks=()
+            )
             [result] = ask(engine, request)
             check(tiny, backend, request, result)
             whole = [*request.prompt, *result.tokens]

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from tests.law.harness import Collector, Request, Result, Way, engine_for, prompt, run, solo
 
-LENGTHS = st.one_of(st.integers(1, 40), st.sampled_from([1, 2, 3, 31, 32, 33, 127, 128, 129, 500, 511, 512, 513, 530, 1030]))
+LENGTHS = st.one_of(
+    st.integers(1, 40), st.sampled_from([1, 2, 3, 31, 32, 33, 127, 128, 129, 500, 511, 512, 513, 530, 1030])
+)
 WAYS = st.builds(
     Way,
     prompt_chunk=st.one_of(st.none(), st.sampled_from([1, 2, 3, 7, 16, 64, 129, 300])),
