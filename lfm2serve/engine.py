@@ -245,6 +245,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            self._steps.attach()
             while self._take_commands():
                 self._turn()
         except BaseException as error:  # the thread ends here whatever it was: say so and let nobody wait

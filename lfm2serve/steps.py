@@ -33,6 +33,10 @@ class StepRunner:
         self._draws = draws
         self._rounds: Rounds | None = None
 
+    def attach(self) -> None:
+        """Called on the thread that runs steps from now on."""
+        self._model.backend.attach()
+
     def run(self, chunks: Sequence[Chunk], tap_rows: Sequence[int]) -> list[list[Drawn]]:
         """Run the chunks' rows, leaving the conv states after `tap_rows` of them in the states' taps.
 

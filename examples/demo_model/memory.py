@@ -8,7 +8,7 @@ from typing import Any
 
 import pools as p
 from tasks import Turn, contains
-from wording import Ways, cap, dress
+from wording import TELL, Ways, cap, dress
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ _KEYED = [
     ),
 ]
 # two things in one sentence
-_BOTH = Ways(statements=["{s1} and {s2}", "{s1}, and {s2}", "{s1}; {s2}", "{s1} and also that {s2}"])
+_BOTH = Ways(statements=["{s1} and {s2}", "{s1}, and {s2}", "{s1}; {s2}"])
 
 
 def value_for(rng: random.Random, slot: str, test: bool) -> str:
@@ -447,7 +447,8 @@ class Memory:
         for key in self.rng.sample(list(_SLOTS), 2):
             ways, fields = self._learn(key)
             parts.append(self.rng.choice(ways.statements).format(**fields))
-        return cap(_BOTH.draw(self.rng, self.test).replace("{S1}", "{s1}").format(s1=parts[0], s2=parts[1]))
+        both = self.rng.choice(_BOTH.statements).format(s1=parts[0], s2=parts[1])
+        return self.rng.choice(TELL[self.test]).replace("{S}", cap(both)).replace("{s}", both)
 
     def _new_key(self) -> tuple[int, str]:
         kind = self.rng.randrange(len(_KEYED))

@@ -181,6 +181,9 @@ class CpuBackend:
 
     # --------------------------------------------------------------------------------------------------- operations
 
+    def attach(self) -> None:
+        """Called on a thread that uses the backend from now on; any thread may."""
+
     def begin(self, batch: Batch, tap_rows: NDArray[np.int32] | None = None) -> Batch:
         """The batch as the operations take it; called before its first operation."""
         return batch

@@ -42,6 +42,7 @@ from .scratch import Activations, Scratch
 HEAD = _rope.HEAD
 VERIFY_ROWS = 16  # segments of up to so many rows are decode rows to attention
 PROMPT_CONV_ROWS = 8  # rows of a conv tile in prompts
+RANGE_BYTES = 32 * (HEAD + 2) * 4  # a range's partial results, at 32 heads
 UPLOAD_BYTES = 4 << 20
 RESULT_BYTES = 1 << 20
 
@@ -117,7 +118,9 @@ class CudaBackend:
     def __init__(self, ordinal: int = 0, *, scratch_bytes: int = 1 << 30) -> None:
         self.device = Device.open(ordinal)
         self.stream = self.device.stream()
-        self._owned: list[DeviceArray] = []
+        self._owned: dict[int, DeviceArray] = {}
+        self._rounds: DecodeRounds | None = None
+        self._tables: PenaltyTables | None = None
         self.scratch = Scratch(self.allocate((scratch_bytes,), "u8"))
         self._uploads = Uploads(self.device, self.stream, UPLOAD_BYTES)
         self._results: PinnedBuffer | None = PinnedBuffer(RESULT_BYTES)
@@ -127,7 +130,8 @@ class CudaBackend:
         self._table_host: NDArray[np.int32] | None = None
         self._table_device: DeviceArray | None = None
         self._drawn: DeviceArray | None = None
-        self._kv_pages = 0
+        self.most_ranges = scratch_bytes // 4 // RANGE_BYTES
+        """ranges of attention that decode rows may spread over; more are walked through tile by tile, with the same bits"""
         self._no_bias = self._zeros((_route.MOST_EXPERTS,), "f32")
         self._arrived = self._zeros((_route.SPREAD_BLOCKS,), "u32")
         self.dependent = False
@@ -146,22 +150,28 @@ class CudaBackend:
 
     def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Memory until `close`."""
-        array = self.device.allocate(shape, dtype)
-        self._owned.append(array)
+        array = self._owned[array.pointer] = self.device.allocate(shape, dtype)
         return array
+
+    def free(self, array: DeviceArray | KVCache) -> None:
+        """Give back memory before `close`; waits for what is queued."""
+        self.stream.synchronize()
+        array = array.data if isinstance(array, KVCache) else array
+        self.device.free(self._owned.pop(array.pointer))
 
     def _keep(self, host: NDArray[Any]) -> DeviceArray:
         array = self.device.to_device(host)
-        self._owned.append(array)
+        self._owned[array.pointer] = array
         return array
 
     def close(self) -> None:
         """Wait for what is queued and free the device's memory. Idempotent; the backend can't be used any more."""
         self.device.make_current()
         self.stream.synchronize()
-        for array in self._owned:
+        self._give_up_rounds()
+        for array in self._owned.values():
             self.device.free(array)
-        self._owned = []
+        self._owned = {}
         self._uploads.close()
         if self._results is not None:
             self._results.free()
@@ -173,6 +183,12 @@ class CudaBackend:
         return self.device.read(array.array if isinstance(array, Activations) else array)
 
     # ------------------------------------------------------------------------------------------------------- memory
+
+    def weight_arena(self, nbytes: int) -> Any:
+        """Host memory that a checkpoint is read into on its way to the device."""
+        from ..cpu.memory import Arena
+
+        return Arena(nbytes)
 
     def upload(self, tensors: dict[str, NDArray[Any]]) -> dict[str, Any]:
         """A checkpoint's weights on the device: matrices packed for the products, the rest as they are.
@@ -248,7 +264,6 @@ class CudaBackend:
         return self._keep(np.ascontiguousarray(bits.T))
 
     def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
-        self._kv_pages = pages
         return KVCache(self._zeros((pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD), "bf16"))
 
     def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> DeviceArray:
@@ -273,7 +288,18 @@ class CudaBackend:
         return array
 
     def penalty_tables(self, slots: int, width: int) -> PenaltyTables:
-        return PenaltyTables(self, slots, width)
+        """New tables; those made before are given up, and the decode rounds that read them."""
+        self._give_up_rounds()
+        if self._tables is not None:
+            self.free(self._tables.prompt_seen)
+            self.free(self._tables.output_count)
+        self._tables = PenaltyTables(self, slots, width)
+        return self._tables
+
+    def _give_up_rounds(self) -> None:
+        if self._rounds is not None:
+            self._rounds.close()
+            self._rounds = None
 
     def rope_tables(self, theta: float, max_position: int) -> tuple[DeviceArray, DeviceArray]:
         """cos and sin [max_position, 32], rounded to bf16."""
@@ -290,6 +316,10 @@ class CudaBackend:
 
     # -------------------------------------------------------------------------------------------------------- steps
 
+    def attach(self) -> None:
+        """Called on a thread that uses the backend from now on."""
+        self.device.make_current()
+
     def begin(self, batch: Batch | DeviceBatch, tap_rows: NDArray[np.int32] | None = None) -> DeviceBatch:
         """Send a batch to the device; the operations that follow run its rows."""
         self.device.make_current()
@@ -303,8 +333,9 @@ class CudaBackend:
         *sent, owner = self.send(*arrays, *taps)
         begun = DeviceBatch(rows, *sent[:5], tap_rows=sent[5] if taps else None, host=batch, owner=owner)
         self._batch = begun
-        if int(np.diff(batch.seg_start).max()) <= VERIFY_ROWS:
-            begun.ranges = count_ranges(batch)
+        ranges = count_ranges(batch)
+        if int(np.diff(batch.seg_start).max()) <= VERIFY_ROWS and ranges <= self.most_ranges:
+            begun.ranges = ranges
             self.plan_attention(begun)
         return begun
 
@@ -319,6 +350,9 @@ class CudaBackend:
     def send_page_table(self, table: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Bring the device's copy of the page table up to date for `slots`."""
         if self._table is not table:
+            for old in (self._table_device, self._drawn):
+                if old is not None:
+                    self.free(old)
             self._table, self._table_host = table, table.copy()
             self._table_device = self._keep(table)
             self._drawn = self._zeros((len(table),), "i32")
@@ -529,16 +563,17 @@ class CudaBackend:
     ) -> DecodeRounds:
         """Decode rounds as graphs, for up to `slots` streams of up to `context` tokens and as many draft rows again.
 
-        forward: the logits of all rows of a batch. Takes some milliseconds a bucket.
+        forward: the logits of all rows of a batch. Takes some milliseconds a bucket. The rounds made before are given up.
         """
+        self._give_up_rounds()
         largest = min(BUCKETS[-1], 2 * max(slots, 8))
         count = next(i for i, rows in enumerate(BUCKETS) if rows >= largest) + 1
         most_ranges = -(-context // _attention.RANGE)
-        held = self._kv_pages * PAGE_ROWS // _attention.RANGE
-        ranges = min(BUCKETS[count - 1] * most_ranges, 2 * held + BUCKETS[count - 1])
-        return DecodeRounds(
+        ranges = min(BUCKETS[count - 1] * most_ranges, self.most_ranges)
+        self._rounds = DecodeRounds(
             self, forward, tables, buckets=BUCKETS[:count], vocab=vocab, page_table=page_table, ranges=ranges, most_ranges=most_ranges
         )
+        return self._rounds
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
@@ -551,7 +586,7 @@ class CudaBackend:
             seen, counts = tables.prompt_seen, tables.output_count
         else:
             used = np.where((rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0), rows.slot, -1)
-            rows, seen, counts, owners = self._tables(rows, used)
+            rows, seen, counts, owners = self._host_tables(rows, used)
         *controls, owner = self.send(*control_arrays(rows, np.zeros(count, np.int32)))
         block, result = self.result_arrays(count, most)
         self.draw(logits, rows.vocab, controls, seen, counts, most, result)
@@ -559,7 +594,7 @@ class CudaBackend:
         del owner, owners
         return out
 
-    def _tables(self, rows: SampleRows, used: NDArray[np.int32]) -> tuple[SampleRows, DeviceArray | None, DeviceArray | None, list[Any]]:
+    def _host_tables(self, rows: SampleRows, used: NDArray[np.int32]) -> tuple[SampleRows, DeviceArray | None, DeviceArray | None, list[Any]]:
         """Host tables: the rows of slots that need them, sent along; `slot` then counts those."""
         slots = np.unique(used[used >= 0])
         if not len(slots):

@@ -41,8 +41,14 @@ def capture(stream: Stream) -> Iterator[Callable[[], Any]]:
 
     call("cuStreamBeginCapture", stream.handle, driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     graph = None
+
+    def instantiate() -> Any:
+        made = call("cuGraphInstantiate", graph, 0)
+        call("cuGraphDestroy", graph)
+        return made
+
     try:
-        yield lambda: call("cuGraphInstantiate", graph, 0)
+        yield instantiate
     except BaseException:
         driver.cuStreamEndCapture(stream.handle)  # leaves the stream usable
         raise
@@ -225,6 +231,21 @@ class DecodeRounds:
             self.graphs = [_Bucket(self, rows) for rows in sorted(buckets)]
         except CudaError as error:
             _log.warning("decode rounds run without graphs (%s)", error)
+
+    def close(self) -> None:
+        """Give up graphs and memory. Idempotent."""
+        be, graphs = self.backend, self.graphs
+        be.stream.synchronize()
+        self.graphs = []
+        for bucket in graphs:
+            call("cuGraphExecDestroy", bucket.graph)
+            be.free(bucket.block)
+            be.free(bucket.result)
+            for pinned in bucket.pinned:
+                pinned.free()
+        results, self._results = self._results, []
+        for pinned in results:
+            pinned.free()
 
     def fits(self, batch: Batch, rows: SampleRows) -> bool:
         """Whether a graph can run this batch, drawing a token behind each of its rows."""

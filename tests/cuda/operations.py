@@ -356,9 +356,9 @@ def random_controls(rng: np.random.Generator, n: int, width: int, vocab: int) ->
         top_k=pick(0, 1, 5, 50, dtype=i32),
         top_p=pick(1, 0.9, 0.3, 1e-6),
         min_p=pick(0, 0.05, 0.3),
-        repetition=pick(1, 1.2),
+        repetition=pick(1, 2),  # penalties that are exact in float32 as in float64, so that ties stay ties
         presence=pick(0, 0.5),
-        frequency=pick(0, 0.3),
+        frequency=pick(0, 0.25),
         seed=rng.integers(0, 2**63, n).astype(np.uint64),
         choice=rng.integers(0, 3, n).astype(np.uint32),
         position=rng.integers(0, 5000, n).astype(np.uint32),
@@ -423,8 +423,9 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
 
 
 def possible_draws(logits: Array, rows: SampleRows, row: int) -> set[int]:
-    """The twin's draw, and its neighbours where the random number lies within 1e-4 of the boundary between them."""
+    """The ids that the twin draws with random numbers up to 1e-4 away."""
     weights = reference.kept_weights(logits, rows, row)
     sums = np.cumsum(weights) / weights.sum()
     u = reference.uniform(int(rows.seed[row]), int(rows.choice[row]), int(rows.position[row]))
-    return {int(np.searchsorted(sums, min(max(u + d, 0), 1 - 1e-12), side="right")) for d in (-1e-4, 0, 1e-4)}
+    first, last = (int(np.searchsorted(sums, min(max(u + d, 0), 1 - 1e-12), side="right")) for d in (-1e-4, 1e-4))
+    return {at for at in range(first, last + 1) if weights[at] > 0}

@@ -19,6 +19,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launched: list[str] = []
+        self.allocated: list[int] = []
+        self.freed: list[int] = []
         self._next = 1 << 40
 
     def make_current(self) -> None:
@@ -32,11 +34,12 @@ class Recorder:
 
     def allocate(self, shape: Any, dtype: str) -> DeviceArray:
         array = DeviceArray(self._next, tuple(shape), dtype)
-        self._next += -(-array.nbytes // 256) * 256
+        self._next += max(1, -(-array.nbytes // 256)) * 256
+        self.allocated.append(array.pointer)
         return array
 
     def free(self, array: DeviceArray) -> None:
-        pass
+        self.freed.append(array.pointer)
 
     def to_device(self, host: np.ndarray, dtype: str | None = None) -> DeviceArray:
         kinds = {"uint16": "bf16", "float32": "f32", "int32": "i32", "uint32": "u32", "int64": "i64", "uint64": "u64"}

@@ -26,6 +26,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         def __init__(self, nbytes: int) -> None:
             self.pointer, self.array = 0, np.zeros(nbytes, np.uint8)
 
+        def free(self) -> None:
+            self.array = np.zeros(0, np.uint8)
+
     def call(function: str, *arguments: Any) -> Any:
         device.launched.append(function)
 
@@ -133,3 +136,26 @@ def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, r
     assert host["seg_slot"][:3].tolist() == [2, 4, -1] and host["slot"].tolist() == [2, 4, -1, -1]
     assert not host["bias_start"].any() and host["row_segment"].tolist() == [0, 1, 2, 2]
     assert len(network.page_table) == SLOTS
+
+
+def test_what_is_made_anew_gives_up_what_was_and_close_gives_up_all(network: Network, recorder: Recorder) -> None:
+    be, vocab = network.backend, network.config.vocab_size
+
+    def made() -> graph.DecodeRounds:
+        tables = be.penalty_tables(SLOTS, vocab)
+        table = np.zeros((SLOTS, 2), np.int32)
+        return be.decode_rounds(
+            lambda batch: network.model.logits(network.model.forward(batch, network.states)),
+            tables, vocab=vocab, page_table=table, slots=2, context=1024,
+        )  # fmt: skip
+
+    first = made()
+    assert first.graphs
+    held = len(recorder.allocated) - len(recorder.freed)
+    made()
+    assert not first.graphs and len(recorder.allocated) - len(recorder.freed) == held
+    weights = be.random_weights([("embed", (512, 192)), ("layers.0.moe.bias", (6,)), ("final_norm", (192,))])
+    assert be.upload(weights)["embed"] is weights["embed"]
+    be.close()
+    be.close()
+    assert sorted(recorder.allocated) == sorted(recorder.freed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -61,10 +62,16 @@ def test_a_kernel_that_is_gone_is_a_fault() -> None:
     assert compare([], [ROW])[0] == ["scale on sm_80: recorded, but there is no such kernel"]
 
 
-def test_rows_survive_the_file(tmp_path: object) -> None:
-    path = tmp_path / "contract.tsv"  # type: ignore[operator]
+def test_rows_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "contract.tsv"
     contract.write([ROW], path)
     assert contract.read(path) == [ROW]
+
+
+def test_dependent_launch_is_left_out_where_there_is_none() -> None:
+    made = contract.all_kernels()["mma_product_16x64"]
+    assert "griddepcontrol.wait;" in made.ptx("sm_90a")
+    assert "griddepcontrol" not in made.ptx("sm_89")
 
 
 def test_an_assembler_error_names_the_kernel() -> None:
