@@ -8,10 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import invented
 import pools as p
 import tasks as t
+import texts
 from memory import Memory, document, note
-from tools import Toolbox, literal
+from talk import smalltalk
+from tools import literal
 
 BOS, EOS, START, END = "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -188,7 +191,7 @@ def chat_facts(rng: random.Random, length: int) -> Chat:
         chat.messages.append({"role": "system", "content": rng.choice(_PLAIN_SYSTEM)})
     while chat.last is None or chat.size < length:
         r = rng.random()
-        chat.add(t.smalltalk(rng, False) if r < 0.08 else Memory(rng, False).ask() if r < 0.1 else t.fact(rng, False))
+        chat.add(smalltalk(rng, False) if r < 0.08 else Memory(rng, False).ask() if r < 0.1 else t.fact(rng, False))
     return chat
 
 
@@ -205,8 +208,8 @@ def chat_rule(rng: random.Random, length: int) -> Chat:
 
 
 def chat_tools(rng: random.Random, length: int) -> Chat:
-    box = Toolbox(rng, False)
-    chat = Chat(tools=box.schemas, size=60 * len(box.schemas))
+    box = invented.box(rng, False)
+    chat = Chat(tools=box.schemas, size=sum(len(json.dumps(x)) for x in box.schemas) // 3)
     memory = Memory(rng, False)
     if rng.random() < 0.3:
         chat.messages.append({"role": "system", "content": rng.choice(_PLAIN_SYSTEM)})
@@ -217,7 +220,7 @@ def chat_tools(rng: random.Random, length: int) -> Chat:
         elif r < 0.82:
             chat.add(memory.tell() if r < 0.76 else memory.ask())
         else:
-            chat.add(t.fact(rng, False) if r < 0.95 else t.smalltalk(rng, False))
+            chat.add(t.fact(rng, False) if r < 0.95 else smalltalk(rng, False))
     return chat
 
 
@@ -225,7 +228,7 @@ def chat_copy(rng: random.Random, length: int) -> Chat:
     chat = Chat()
     while chat.last is None or chat.size < length:
         left = length - chat.size
-        chat.add(t.copy(rng, False, int(min(max(6, left / 2.2), 5 * 120 ** rng.random()))))
+        chat.add(texts.copy(rng, False, int(min(max(6, left / 2.2), 5 * 120 ** rng.random()))))
     return chat
 
 
@@ -246,7 +249,7 @@ def chat_memory(rng: random.Random, length: int) -> Chat:
         elif r < 0.93:
             chat.add(memory.tell_and_ask())
         elif r < 1.0:
-            chat.add(t.smalltalk(rng, False))
+            chat.add(smalltalk(rng, False))
         else:
             kind = rng.random()
             size = int(min(left / 2.2, 8 * 100 ** rng.random()))
@@ -257,16 +260,16 @@ def chat_memory(rng: random.Random, length: int) -> Chat:
             elif kind < 0.8:
                 chat.add(document(rng, False, size, memory))
             elif kind < 0.93:
-                chat.add(t.copy(rng, False, min(size, 120)))
+                chat.add(texts.copy(rng, False, min(size, 120)))
             else:
-                chat.add(t.story(rng, False))
+                chat.add(texts.story(rng, False))
     return chat
 
 
 def chat_mixed(rng: random.Random, length: int) -> Chat:
     chat = Chat()
     while chat.last is None or chat.size < length:
-        chat.add(rng.choice([t.story, t.json_answer, t.json_answer, t.fact, t.smalltalk])(rng, False))
+        chat.add(rng.choice([texts.story, texts.json_answer, texts.json_answer, t.fact, smalltalk])(rng, False))
     return chat
 
 

@@ -9,44 +9,214 @@ import pools as p
 from tools import KNOWN, Args, Entry, Toolbox, Use, schema
 from wording import Ways
 
-_READ_VERBS = "get find read check fetch show query search list count measure compute estimate look_up".split()
-_DO_VERBS = """create add open close start stop update delete move send rename order repair clean paint lock unlock
-print save load copy check book cancel reserve install remove pack paint sort mark share hide play pause reset
-schedule assign deliver connect enable disable""".split()
-_THINGS = [*p.NOUNS, *"""user account invoice sensor device file task project room event ticket server product customer
-session playlist robot printer alarm parcel recipe contract report folder backup network database flight seat
-warehouse shipment""".split()]
-_PROPS = [*"""price size colour weight status owner address level length name amount height speed date rating value
-temperature balance distance score count position volume""".split(), *p.NOUNS]
+_READ_VERBS = [
+    "get",
+    "find",
+    "read",
+    "check",
+    "fetch",
+    "show",
+    "query",
+    "search",
+    "list",
+    "count",
+    "measure",
+    "compute",
+    "estimate",
+    "look_up",
+]
+_DO_VERBS = [
+    "create",
+    "add",
+    "open",
+    "close",
+    "start",
+    "stop",
+    "update",
+    "delete",
+    "move",
+    "send",
+    "rename",
+    "order",
+    "repair",
+    "clean",
+    "paint",
+    "lock",
+    "unlock",
+    "print",
+    "save",
+    "load",
+    "copy",
+    "check",
+    "book",
+    "cancel",
+    "reserve",
+    "install",
+    "remove",
+    "pack",
+    "paint",
+    "sort",
+    "mark",
+    "share",
+    "hide",
+    "play",
+    "pause",
+    "reset",
+    "schedule",
+    "assign",
+    "deliver",
+    "connect",
+    "enable",
+    "disable",
+]
+_THINGS = [
+    *p.NOUNS,
+    *[
+        "user",
+        "account",
+        "invoice",
+        "sensor",
+        "device",
+        "file",
+        "task",
+        "project",
+        "room",
+        "event",
+        "ticket",
+        "server",
+        "product",
+        "customer",
+        "session",
+        "playlist",
+        "robot",
+        "printer",
+        "alarm",
+        "parcel",
+        "recipe",
+        "contract",
+        "report",
+        "folder",
+        "backup",
+        "network",
+        "database",
+        "flight",
+        "seat",
+        "warehouse",
+        "shipment",
+    ],
+]
+_PROPS = [
+    *[
+        "price",
+        "size",
+        "colour",
+        "weight",
+        "status",
+        "owner",
+        "address",
+        "level",
+        "length",
+        "name",
+        "amount",
+        "height",
+        "speed",
+        "date",
+        "rating",
+        "value",
+        "temperature",
+        "balance",
+        "distance",
+        "score",
+        "count",
+        "position",
+        "volume",
+    ],
+    *p.NOUNS,
+]
 _PARAMS: dict[str, list[str]] = {
-    "string": "name title owner colour label city note place format category unit target kind person".split(),
-    "integer": "id number amount count level size page limit year minutes floor quantity".split(),
-    "number": "weight price ratio speed height factor distance width".split(),
-    "boolean": "urgent express active public visible silent recursive".split(),
+    "string": [
+        "name",
+        "title",
+        "owner",
+        "colour",
+        "label",
+        "city",
+        "note",
+        "place",
+        "format",
+        "category",
+        "unit",
+        "target",
+        "kind",
+        "person",
+    ],
+    "integer": [
+        "id",
+        "number",
+        "amount",
+        "count",
+        "level",
+        "size",
+        "page",
+        "limit",
+        "year",
+        "minutes",
+        "floor",
+        "quantity",
+    ],
+    "number": ["weight", "price", "ratio", "speed", "height", "factor", "distance", "width"],
+    "boolean": ["urgent", "express", "active", "public", "visible", "silent", "recursive"],
 }
 
 # The question names what the tool's name says; {w}: what is given, one parameter or several
 _READ = Ways(
-    ["What is the {prop} of {noun} {w}?", "{Verb} the {prop} of {noun} {w}.", "Tell me the {prop} of {noun} {w}.",
-     "{Verb} the {noun}'s {prop} for {w}.", "What {prop} does the {noun} {w} have?",
-     "What's the {prop} of the {noun} with {w}?", "{Verb} {noun} {prop}: {w}."],
+    [
+        "What is the {prop} of {noun} {w}?",
+        "{Verb} the {prop} of {noun} {w}.",
+        "Tell me the {prop} of {noun} {w}.",
+        "{Verb} the {noun}'s {prop} for {w}.",
+        "What {prop} does the {noun} {w} have?",
+        "What's the {prop} of the {noun} with {w}?",
+        "{Verb} {noun} {prop}: {w}.",
+    ],
     ["Can you find out the {prop} of {noun} {w}?", "Which {prop} does {noun} {w} have?"],
-    phrases=["the {prop} of {noun} {w}", "the {prop} of the {noun} {w}", "{noun} {w}'s {prop}",
-             "the {prop} of the {noun} with {w}", "the {noun} {prop} for {w}"])
+    phrases=[
+        "the {prop} of {noun} {w}",
+        "the {prop} of the {noun} {w}",
+        "{noun} {w}'s {prop}",
+        "the {prop} of the {noun} with {w}",
+        "the {noun} {prop} for {w}",
+    ],
+)
 _DO = Ways(
-    ["{Verb} the {noun} with {w}.", "{Verb} a {noun}: {w}.", "{Verb} {noun}, {w}.", "Please {verb} the {noun}, {w}.",
-     "{Verb} the {noun} {w}.", "I need to {verb} a {noun} with {w}."],
+    [
+        "{Verb} the {noun} with {w}.",
+        "{Verb} a {noun}: {w}.",
+        "{Verb} {noun}, {w}.",
+        "Please {verb} the {noun}, {w}.",
+        "{Verb} the {noun} {w}.",
+        "I need to {verb} a {noun} with {w}.",
+    ],
     ["Do {verb} the {noun} for me, {w}.", "We should {verb} a {noun} with {w}."],
-    orders=["{verb} the {noun} with {w}", "{verb} a {noun} with {w}", "{verb} {noun} {w}", "{verb} the {noun}: {w}"])
+    orders=["{verb} the {noun} with {w}", "{verb} a {noun} with {w}", "{verb} {noun} {w}", "{verb} the {noun}: {w}"],
+)
 _BY_NAME = Ways(
-    ["Use {tool} with {w}.", "Call {tool} with {w}.", "{tool}: {w}", "Run {tool} with {w}.", "Please call {tool}, {w}."],
+    [
+        "Use {tool} with {w}.",
+        "Call {tool} with {w}.",
+        "Tool {tool}: {w}",
+        "Run {tool} with {w}.",
+        "Please call {tool}, {w}.",
+    ],
     ["Make use of {tool}, with {w}.", "A call of {tool} with {w}, please."],
-    orders=["use {tool} with {w}", "call {tool} with {w}", "run the tool {tool} with {w}"])
+    orders=["use {tool} with {w}", "call {tool} with {w}", "run the tool {tool} with {w}"],
+)
 # the tools of the first training: one parameter, named as the thing is
 _PLAIN = Ways(
     ["What is the {prop} of {noun} {w}?", "{Verb} the {prop} of {noun} {w}.", "Tell me the {prop} of {noun} {w}."],
     ["Can you find out the {prop} of {noun} {w}?", "I must know the {prop} which {noun} {w} has."],
-    phrases=["the {prop} of {noun} {w}", "the {prop} of the {noun} {w}", "{noun} {w}'s {prop}"])
+    phrases=["the {prop} of {noun} {w}", "the {prop} of the {noun} {w}", "{noun} {w}'s {prop}"],
+)
 
 
 def _value(rng: random.Random, test: bool, kind: str) -> Any:
@@ -76,22 +246,22 @@ def _said(rng: random.Random, args: Args) -> str:
     return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
 
 
-def _plain(rng: random.Random, noun: str, prop: str) -> Entry:
+def plain(rng: random.Random) -> Entry:
+    """A tool verb_noun_prop with one parameter, which is called as the noun."""
+    noun, prop = rng.sample(p.NOUNS, 2)
     verb, kind = rng.choice(["get", "find", "read", "check"]), rng.choice(["string", "integer"])
 
     def make(r: random.Random, t: bool) -> Use:
         value: Any = p.name(r, t) if kind == "string" else p.number(r, t, 2, 9999)
         result = p.number(r, t, 2, 9999)
-        return Use({noun: value}, {prop: result}, f"The {prop} of {noun} {value} is {result}.",
-                   {"w": value, "noun": noun, "prop": prop, "Verb": verb.capitalize()})
+        return Use(
+            {noun: value},
+            {prop: result},
+            f"The {prop} of {noun} {value} is {result}.",
+            {"w": value, "noun": noun, "prop": prop, "Verb": verb.capitalize()},
+        )
 
     return Entry(schema(f"{verb}_{noun}_{prop}", f"The {prop} of a {noun}", **{noun: kind}), make, _PLAIN)
-
-
-def plain(rng: random.Random) -> Entry:
-    """A tool verb_noun_prop with one parameter, which is called as the noun."""
-    noun, prop = rng.sample(p.NOUNS, 2)
-    return _plain(rng, noun, prop)
 
 
 def _tool_name(rng: random.Random, *words: str) -> str:
@@ -101,23 +271,39 @@ def _tool_name(rng: random.Random, *words: str) -> str:
     return "_".join(words)
 
 
-def reader(rng: random.Random, noun: str, prop: str, verb: str | None = None) -> Entry:
+def reader(rng: random.Random, noun: str, prop: str) -> Entry:
     """A tool that returns a property of a thing, chosen by one to three parameters."""
-    verb = verb or rng.choice(_READ_VERBS)
+    verb = rng.choice(_READ_VERBS)
     parameters = _parameters(rng, noun)
-    name = _tool_name(rng, *rng.choice([(verb, noun, prop), (verb, noun, prop), (noun, prop), (verb, prop, "of", noun)]))
+    name = _tool_name(
+        rng, *rng.choice([(verb, noun, prop), (verb, noun, prop), (noun, prop), (verb, prop, "of", noun)])
+    )
     spoken = verb.replace("_", " ")
 
     def make(r: random.Random, t: bool) -> Use:
         args = {k: _value(r, t, kind) for k, kind in parameters.items()}
         result: Any = p.number(r, t, 2, 99999) if r.random() < 0.7 else p.name(r, t)
         alone = len(args) == 1 and not isinstance(next(iter(args.values())), bool)
-        w = str(next(iter(args.values()))) if alone and noun in args or alone and r.random() < 0.5 else _said(r, args)
-        return Use(args, {prop: result}, f"The {prop} is {result}.", {
-            "w": w, "noun": noun, "prop": prop, "Verb": spoken.capitalize(), "tool": name})
+        w = (
+            str(next(iter(args.values())))
+            if (alone and noun in args) or (alone and r.random() < 0.5)
+            else _said(r, args)
+        )
+        return Use(
+            args,
+            {prop: result},
+            f"The {prop} is {result}.",
+            {"w": w, "noun": noun, "prop": prop, "Verb": spoken.capitalize(), "tool": name},
+        )
 
-    description = rng.choice([f"The {prop} of a {noun}", f"Returns the {prop} of a {noun}",
-                              f"{spoken.capitalize()}s the {prop} of a {noun}", f"{prop} of the {noun}"])
+    description = rng.choice(
+        [
+            f"The {prop} of a {noun}",
+            f"Returns the {prop} of a {noun}",
+            f"{spoken.capitalize()}s the {prop} of a {noun}",
+            f"{prop} of the {noun}",
+        ]
+    )
     return Entry(schema(name, description, **parameters), make, _BY_NAME if rng.random() < 0.15 else _READ)
 
 
@@ -129,11 +315,20 @@ def doer(rng: random.Random, noun: str, verb: str) -> Entry:
     def make(r: random.Random, t: bool) -> Use:
         args = {k: _value(r, t, kind) for k, kind in parameters.items()}
         number = p.number(r, t, 2, 9999)
-        result, answer = r.choice([
-            ({"status": "done"}, "It is done."), ({"ok": True}, "It is done."),
-            ({"number": number}, f"It is done, number {number}."), ({"id": number}, f"It is done, number {number}.")])
-        return Use(args, result, answer, {
-            "w": _said(r, args), "noun": noun, "verb": verb, "Verb": verb.capitalize(), "tool": name})
+        result, answer = r.choice(
+            [
+                ({"status": "done"}, "It is done."),
+                ({"ok": True}, "It is done."),
+                ({"number": number}, f"It is done, number {number}."),
+                ({"id": number}, f"It is done, number {number}."),
+            ]
+        )
+        return Use(
+            args,
+            result,
+            answer,
+            {"w": _said(r, args), "noun": noun, "verb": verb, "Verb": verb.capitalize(), "tool": name},
+        )
 
     description = rng.choice([f"{verb.capitalize()}s a {noun}", f"{verb.capitalize()} a {noun}"])
     return Entry(schema(name, description, **parameters), make, _BY_NAME if rng.random() < 0.2 else _DO)
@@ -155,14 +350,15 @@ def _parameters(rng: random.Random, noun: str) -> dict[str, str]:
 def family(rng: random.Random, n: int) -> list[Entry]:
     """Invented tools that share words with each other, so that the whole name must be read."""
     noun, prop = rng.choice(_THINGS), rng.choice(_PROPS)
-    out: dict[str, Entry] = {}
+    out: dict[tuple[str, str], Entry] = {}
     while len(out) < n:
+        thing = noun if rng.random() < 0.6 else rng.choice(_THINGS)
         if rng.random() < 0.55:
-            entry = reader(rng, noun if rng.random() < 0.6 else rng.choice(_THINGS),
-                           prop if rng.random() < 0.3 else rng.choice(_PROPS))
+            what = prop if rng.random() < 0.3 else rng.choice(_PROPS)
+            out.setdefault((thing, what), reader(rng, thing, what))
         else:
-            entry = doer(rng, noun if rng.random() < 0.6 else rng.choice(_THINGS), rng.choice(_DO_VERBS))
-        out.setdefault(entry.schema["function"]["name"], entry)
+            verb = rng.choice(_DO_VERBS)
+            out.setdefault((verb, thing), doer(rng, thing, verb))
     return list(out.values())
 
 

@@ -441,14 +441,15 @@ class Memory:
         ways, fields = self._learn(key)
         return cap(ways.draw(self.rng, self.test).format(**fields))
 
-    def _both_text(self) -> str:
+    def tell_two(self) -> Turn:
         """Two different things about the user in one sentence."""
         parts = []
         for key in self.rng.sample(list(_SLOTS), 2):
             ways, fields = self._learn(key)
             parts.append(self.rng.choice(ways.statements).format(**fields))
         both = self.rng.choice(_BOTH.statements).format(s1=parts[0], s2=parts[1])
-        return self.rng.choice(TELL[self.test]).replace("{S}", cap(both)).replace("{s}", both)
+        text = self.rng.choice(TELL[self.test]).replace("{S}", cap(both)).replace("{s}", both)
+        return Turn(text, _ACK, {})
 
     def _new_key(self) -> tuple[int, str]:
         kind = self.rng.randrange(len(_KEYED))
@@ -460,7 +461,7 @@ class Memory:
     def tell(self, key: Any = None) -> Turn:
         """One turn telling one to three things, acknowledged."""
         if key is None and self.rng.random() < 0.25:
-            return Turn(self._both_text(), _ACK, {})
+            return self.tell_two()
         texts = [self.tell_text(key)]
         while self.rng.random() < 0.3 and len(texts) < 3:
             texts.append(self.tell_text())

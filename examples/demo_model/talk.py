@@ -133,6 +133,14 @@ _UNKNOWN = Ways(
 )
 
 
+def about_itself(rng: random.Random, test: bool) -> Turn:
+    """Greetings, thanks and questions about the model."""
+    ways, answer, _ = rng.choices(_ANSWERS, [w for *_, w in _ANSWERS])[0]
+    wording = ways.draw(rng, test)
+    user = dress(rng, wording, test) if ways in (_WHO, _CAN) else wording
+    return Turn(user, answer, contains(answer), wording=wording)
+
+
 def smalltalk(rng: random.Random, test: bool) -> Turn:
     if rng.random() < 0.25:
         about = rng.choice(_ABOUT) if rng.random() < 0.5 else p.made_up(rng, test)
@@ -143,7 +151,4 @@ def smalltalk(rng: random.Random, test: bool) -> Turn:
             contains("do not know"),
             wording=wording,
         )
-    ways, answer, _ = rng.choices(_ANSWERS, [w for *_, w in _ANSWERS])[0]
-    wording = ways.draw(rng, test)
-    user = dress(rng, wording, test) if ways in (_WHO, _CAN) else wording
-    return Turn(user, answer, contains(answer), wording=wording)
+    return about_itself(rng, test)

@@ -83,7 +83,7 @@ _CAPITAL = Ways(
         "And of {c}?",
     ],
     [
-        "Could you name the capital of {c}?",
+        "Would you know which city is the capital of {c}?",
         "In {c}, which city is the capital?",
         "I want to know the capital of {c}.",
         "Of all cities in {c}, which one is the capital?",
@@ -441,26 +441,31 @@ _HOW_MANY = Ways(
 )
 
 
-def counting(rng: random.Random, test: bool) -> Turn:
-    r = rng.random()
-    if r >= 0.7:
-        words = rng.sample(p.NOUNS, rng.randint(2, 7))
-        return asked(rng, test, _HOW_MANY, {"l": ", ".join(words)}, f"There are {len(words)} words.", f" {len(words)} ")
-    # the first weights know only counting from a number to another, so the held-out questions have no other kind
-    if test or r < 0.4:
-        ways, a, n = _COUNT, rng.randint(0, 40), rng.randint(2, 12)
-        a, b = (a + n, a) if rng.random() < 0.25 else (a, a + n)
-    elif r < 0.62:
-        ways, a, b = _COUNT_UP, 1, rng.randint(2, 20)
-    else:
-        ways, a, b = _COUNT_DOWN, rng.randint(2, 15), 1
+def _counted(rng: random.Random, test: bool, ways: Ways, a: int, b: int) -> Turn:
     numbers = range(a, b + 1) if b > a else range(a, b - 1, -1)
     answer = ", ".join(map(str, numbers)) + "."
-    limit = max(a, b)
-    fields: dict[str, object] = {"a": a, "b": b} if ways is not _COUNT_DOWN else {"b": a}
-    if not test and limit <= 20 and rng.random() < 0.5:
+    fields: dict[str, object] = {"b": a} if ways is _COUNT_DOWN else {"a": a, "b": b}
+    if (not test or ways is not _COUNT) and max(a, b) <= 20 and rng.random() < 0.5:
         fields = {k: p.NUMBER_WORDS[int(str(v))] for k, v in fields.items()}
     return asked(rng, test, ways, fields, answer, answer)
+
+
+def counting_to(rng: random.Random, test: bool) -> Turn:
+    """From one up to a number, or from a number back to one."""
+    if rng.random() < 0.7:
+        return _counted(rng, test, _COUNT_UP, 1, rng.randint(2, 20))
+    return _counted(rng, test, _COUNT_DOWN, rng.randint(2, 15), 1)
+
+
+def counting(rng: random.Random, test: bool) -> Turn:
+    r = rng.random()
+    if r < 0.3:
+        words = rng.sample(p.NOUNS, rng.randint(2, 7))
+        return asked(rng, test, _HOW_MANY, {"l": ", ".join(words)}, f"There are {len(words)} words.", f" {len(words)} ")
+    if r < 0.6 and not test:
+        return counting_to(rng, test)
+    a, n = rng.randint(0, 40), rng.randint(2, 12)
+    return _counted(rng, test, _COUNT, *((a + n, a) if rng.random() < 0.25 else (a, a + n)))
 
 
 FACTS = [(capital, 0.40), (arithmetic, 0.17), (calendar, 0.13), (opposite, 0.1), (spelling, 0.09), (counting, 0.11)]

@@ -12,8 +12,18 @@ from tasks import Turn
 from wording import Ways
 
 _WEATHER = ["sunny", "cloudy", "rainy", "windy", "foggy", "snowy", "stormy", "clear"]
-_TEXTS = ["see you soon", "the meeting is at noon", "I will be late", "please call me", "dinner is ready",
-          "happy birthday", "the train is late", "good luck", "come to the harbour", "bring the keys"]
+_TEXTS = [
+    "see you soon",
+    "the meeting is at noon",
+    "I will be late",
+    "please call me",
+    "dinner is ready",
+    "happy birthday",
+    "the train is late",
+    "good luck",
+    "come to the harbour",
+    "bring the keys",
+]
 
 Args = dict[str, Any]
 
@@ -37,8 +47,18 @@ class Entry(NamedTuple):
 
 def schema(tool: str, description: str, /, **properties: str) -> dict[str, Any]:
     """An OpenAI-style tool object; every property is required."""
-    return {"type": "function", "function": {"name": tool, "description": description, "parameters": {
-        "type": "object", "properties": {k: {"type": t} for k, t in properties.items()}, "required": list(properties)}}}
+    return {
+        "type": "function",
+        "function": {
+            "name": tool,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {k: {"type": t} for k, t in properties.items()},
+                "required": list(properties),
+            },
+        },
+    }
 
 
 def _town(rng: random.Random, test: bool) -> str:
@@ -96,80 +116,219 @@ def _light(rng: random.Random, _test: bool) -> Use:
 
 def _table(rng: random.Random, test: bool) -> Use:
     place, n, day, ref = p.name(rng, test), rng.randint(2, 12), rng.choice(p.DAYS), p.number(rng, test, 100, 9999)
-    return _use({"restaurant": place, "people": n, "day": day}, {"booking": ref},
-                f"Your table at {place} is booked, number {ref}.")
+    return _use(
+        {"restaurant": place, "people": n, "day": day},
+        {"booking": ref},
+        f"Your table at {place} is booked, number {ref}.",
+    )
 
 
 KNOWN: dict[str, Entry] = {
-    "get_weather": Entry(schema("get_weather", "Weather of a city", city="string"), _weather, Ways(
-        ["What is the weather in {city}?", "How is the weather in {city}?", "Weather in {city}?",
-         "Is it cold in {city}?", "Tell me the weather in {city}.", "What's the weather like in {city}?",
-         "Do I need an umbrella in {city}?", "How warm is it in {city}?", "Is it warm in {city} today?",
-         "How cold is it in {city} now?", "Does it rain in {city}?", "What is it like outside in {city}?",
-         "What's the weather in {city} today?", "How's the weather in {city}?"],
-        ["Can you check the weather in {city}?", "Which weather do they have in {city}?"],
-        phrases=["the weather in {city}", "the weather of {city}", "today's weather in {city}",
-                 "the temperature in {city}", "the weather for {city}"])),
-    "get_time": Entry(schema("get_time", "Local time of a city", city="string"), _time, Ways(
-        ["What time is it in {city}?", "Time in {city}?", "Tell me the time in {city}.",
-         "What is the time in {city} now?", "How late is it in {city}?"],
-        ["Can you check the time in {city}?", "I'm calling {city}: what time do they have?"],
-        phrases=["the time in {city}", "the local time in {city}", "the time of day in {city}",
-                 "the clock time in {city}"])),
-    "multiply": Entry(schema("multiply", "Multiplies two numbers", a="integer", b="integer"), _calc, Ways(
-        ["What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b} = ?", "Calculate {a} times {b}.",
-         "How much is {a} x {b}?", "Multiply {a} and {b}.", "Please multiply {a} by {b}.",
-         "Can you multiply {a} with {b}?", "How much do I get for {a} times {b}?"],
-        ["I must multiply {a} and {b}.", "What do I get for {a} times {b}?"],
-        phrases=["{a} times {b}", "the product of {a} and {b}", "{a} * {b}", "{a} multiplied by {b}",
-                 "the result of {a} x {b}"])),
-    "send_message": Entry(schema("send_message", "Sends a text message", to="string", text="string"), _message, Ways(
-        ["Send a message to {to}: {text}", "Write to {to}: {text}", "Tell {to}: {text}", "Text {to} this: {text}",
-         "Message for {to}: {text}"],
-        ["Please send {to} the message: {text}", "Let {to} know: {text}"],
-        orders=["send a message to {to}: {text}", "write to {to}: {text}", "send {to} this message: {text}",
-                "tell {to} this: {text}", "text {to}: {text}", "send {to} the words: {text}"])),
-    "set_timer": Entry(schema("set_timer", "Starts a timer", minutes="integer"), _timer, Ways(
-        ["Set a timer for {minutes} minutes.", "Start a timer: {minutes} minutes.", "Timer, {minutes} minutes.",
-         "Wake me in {minutes} minutes."],
-        ["I need a timer of {minutes} minutes.", "The timer should run for {minutes} minutes."],
-        orders=["set a timer for {minutes} minutes", "start a timer of {minutes} minutes",
-                "wake me in {minutes} minutes", "set the timer to {minutes} minutes",
-                "start the timer with {minutes} minutes"])),
-    "get_order": Entry(schema("get_order", "State of an order", order_id="integer"), _order, Ways(
-        ["Where is my order {order_id}?", "What is the state of order {order_id}?", "Check order {order_id}.",
-         "Has order {order_id} been sent?", "Order {order_id}?"],
-        ["Can you look up order {order_id}?", "My order has the number {order_id}. Where is it?"],
-        phrases=["the state of order {order_id}", "the state of my order {order_id}",
-                 "the status of order number {order_id}", "order {order_id}", "news about order {order_id}"])),
-    "find_phone": Entry(schema("find_phone", "Finds a phone number", name="string"), _phone, Ways(
-        ["Find the phone number of {name}.", "Search for the number of {name}.", "Look for {name} in the phone book.",
-         "Search {name}'s number in the phone book.", "How can I call {name}?", "I need {name}'s phone number.",
-         "Look up the phone number of {name}.", "What number does {name} have? Look it up."],
-        ["Can you find the phone number of {name}?", "Search the phone book for {name}."],
-        phrases=["the phone number of {name}", "{name}'s phone number", "the number of {name}",
-                 "the telephone number of {name}"])),
-    "set_light": Entry(schema("set_light", "Turns a light on or off", room="string", on="boolean"), _light, Ways(
-        ["Turn {onoff} the light in the {room}.", "Light {onoff} in the {room}.",
-         "Switch {onoff} the light in the {room}.", "The light in the {room}: {onoff}, please."],
-        ["I want the light of the {room} turned {onoff}."],
-        orders=["turn {onoff} the light in the {room}", "switch {onoff} the light of the {room}",
-                "turn the light in the {room} {onoff}", "switch the light {onoff} in the {room}",
-                "turn {onoff} the {room} light"])),
+    "get_weather": Entry(
+        schema("get_weather", "Weather of a city", city="string"),
+        _weather,
+        Ways(
+            [
+                "What is the weather in {city}?",
+                "How is the weather in {city}?",
+                "Weather in {city}?",
+                "Is it cold in {city}?",
+                "Tell me the weather in {city}.",
+                "What's the weather like in {city}?",
+                "Do I need an umbrella in {city}?",
+                "How warm is it in {city}?",
+                "Is it warm in {city} today?",
+                "How cold is it in {city} now?",
+                "Does it rain in {city}?",
+                "What is it like outside in {city}?",
+                "What's the weather in {city} today?",
+                "How's the weather in {city}?",
+            ],
+            ["Can you check the weather in {city}?", "Which weather do they have in {city}?"],
+            phrases=[
+                "the weather in {city}",
+                "the weather of {city}",
+                "today's weather in {city}",
+                "the temperature in {city}",
+                "the weather for {city}",
+            ],
+        ),
+    ),
+    "get_time": Entry(
+        schema("get_time", "Local time of a city", city="string"),
+        _time,
+        Ways(
+            [
+                "What time is it in {city}?",
+                "Time in {city}?",
+                "Tell me the time in {city}.",
+                "What is the time in {city} now?",
+                "How late is it in {city}?",
+            ],
+            ["Can you check the time in {city}?", "I'm calling {city}: what time do they have?"],
+            phrases=[
+                "the time in {city}",
+                "the local time in {city}",
+                "the time of day in {city}",
+                "the clock time in {city}",
+            ],
+        ),
+    ),
+    "multiply": Entry(
+        schema("multiply", "Multiplies two numbers", a="integer", b="integer"),
+        _calc,
+        Ways(
+            [
+                "What is {a} times {b}?",
+                "Multiply {a} by {b}.",
+                "{a} * {b} = ?",
+                "Calculate {a} times {b}.",
+                "How much is {a} x {b}?",
+                "Multiply {a} and {b}.",
+                "Please multiply {a} by {b}.",
+                "Can you multiply {a} with {b}?",
+                "How much do I get for {a} times {b}?",
+            ],
+            ["I must multiply {a} and {b}.", "What do I get for {a} times {b}?"],
+            phrases=[
+                "{a} times {b}",
+                "the product of {a} and {b}",
+                "{a} * {b}",
+                "{a} multiplied by {b}",
+                "the result of {a} x {b}",
+            ],
+        ),
+    ),
+    "send_message": Entry(
+        schema("send_message", "Sends a text message", to="string", text="string"),
+        _message,
+        Ways(
+            [
+                "Send a message to {to}: {text}",
+                "Write to {to}: {text}",
+                "Tell {to}: {text}",
+                "Text {to} this: {text}",
+                "Message for {to}: {text}",
+            ],
+            ["Please send {to} the message: {text}", "Let {to} know: {text}"],
+            orders=[
+                "send a message to {to}: {text}",
+                "write to {to}: {text}",
+                "send {to} this message: {text}",
+                "tell {to} this: {text}",
+                "text {to}: {text}",
+                "send {to} the words: {text}",
+            ],
+        ),
+    ),
+    "set_timer": Entry(
+        schema("set_timer", "Starts a timer", minutes="integer"),
+        _timer,
+        Ways(
+            [
+                "Set a timer for {minutes} minutes.",
+                "Start a timer: {minutes} minutes.",
+                "Timer, {minutes} minutes.",
+                "Wake me in {minutes} minutes.",
+            ],
+            ["I need a timer of {minutes} minutes.", "The timer should run for {minutes} minutes."],
+            orders=[
+                "set a timer for {minutes} minutes",
+                "start a timer of {minutes} minutes",
+                "wake me in {minutes} minutes",
+                "set the timer to {minutes} minutes",
+                "start the timer with {minutes} minutes",
+            ],
+        ),
+    ),
+    "get_order": Entry(
+        schema("get_order", "State of an order", order_id="integer"),
+        _order,
+        Ways(
+            [
+                "Where is my order {order_id}?",
+                "What is the state of order {order_id}?",
+                "Check order {order_id}.",
+                "Has order {order_id} been sent?",
+                "Order {order_id}?",
+            ],
+            ["Can you look up order {order_id}?", "My order has the number {order_id}. Where is it?"],
+            phrases=[
+                "the state of order {order_id}",
+                "the state of my order {order_id}",
+                "the status of order number {order_id}",
+                "order {order_id}",
+                "news about order {order_id}",
+            ],
+        ),
+    ),
+    "find_phone": Entry(
+        schema("find_phone", "Finds a phone number", name="string"),
+        _phone,
+        Ways(
+            [
+                "Find the phone number of {name}.",
+                "Search for the number of {name}.",
+                "Look for {name} in the phone book.",
+                "Search {name}'s number in the phone book.",
+                "How can I call {name}?",
+                "I need {name}'s phone number.",
+                "Look up the phone number of {name}.",
+                "What number does {name} have? Look it up.",
+            ],
+            ["Can you find the phone number of {name}?", "Search the phone book for {name}."],
+            phrases=[
+                "the phone number of {name}",
+                "{name}'s phone number",
+                "the number of {name}",
+                "the telephone number of {name}",
+            ],
+        ),
+    ),
+    "set_light": Entry(
+        schema("set_light", "Turns a light on or off", room="string", on="boolean"),
+        _light,
+        Ways(
+            [
+                "Turn {onoff} the light in the {room}.",
+                "Light {onoff} in the {room}.",
+                "Switch {onoff} the light in the {room}.",
+                "The light in the {room}: {onoff}, please.",
+            ],
+            ["I want the light of the {room} turned {onoff}."],
+            orders=[
+                "turn {onoff} the light in the {room}",
+                "switch {onoff} the light of the {room}",
+                "turn the light in the {room} {onoff}",
+                "switch the light {onoff} in the {room}",
+                "turn {onoff} the {room} light",
+            ],
+        ),
+    ),
     "book_table": Entry(
-        schema("book_table", "Books a table", restaurant="string", people="integer", day="string"), _table, Ways(
-            ["Book a table at {restaurant} for {people} people on {day}.",
-             "A table for {people} at {restaurant} on {day}, please.",
-             "Reserve a table at {restaurant}, {people} people, {day}."],
+        schema("book_table", "Books a table", restaurant="string", people="integer", day="string"),
+        _table,
+        Ways(
+            [
+                "Book a table at {restaurant} for {people} people on {day}.",
+                "A table for {people} at {restaurant} on {day}, please.",
+                "Reserve a table at {restaurant}, {people} people, {day}.",
+            ],
             ["We are {people} people and want a table at {restaurant} on {day}."],
-            orders=["book a table at {restaurant} for {people} people on {day}",
-                    "reserve a table for {people} at {restaurant} on {day}",
-                    "get a table at {restaurant} on {day} for {people} people",
-                    "on {day}, book a table for {people} people at {restaurant}"])),
+            orders=[
+                "book a table at {restaurant} for {people} people on {day}",
+                "reserve a table for {people} at {restaurant} on {day}",
+                "get a table at {restaurant} on {day} for {people} people",
+                "on {day}, book a table for {people} people at {restaurant}",
+            ],
+        ),
+    ),
 }
 # two cities in one question
-_TWO = Ways(["What is the {what} in {a} and in {b}?", "Compare the {what} of {a} and {b}."],
-            ["I would like the {what} for {a} as well as for {b}."])
+_TWO = Ways(
+    ["What is the {what} in {a} and in {b}?", "Compare the {what} of {a} and {b}."],
+    ["I would like the {what} for {a} as well as for {b}."],
+)
 
 
 def literal(value: Any) -> str:
@@ -185,8 +344,9 @@ def vary(rng: random.Random, tool: dict[str, Any]) -> dict[str, Any]:
     parameters = dict(function["parameters"])
     r = rng.random()
     if r < 0.15:
-        parameters["properties"] = {k: {**v, "description": f"The {k.replace('_', ' ')}"}
-                                    for k, v in parameters["properties"].items()}
+        parameters["properties"] = {
+            k: {**v, "description": f"The {k.replace('_', ' ')}"} for k, v in parameters["properties"].items()
+        }
     elif r < 0.25:
         parameters["additionalProperties"] = False
         function["strict"] = True
@@ -219,10 +379,19 @@ class Toolbox:
             user = wording.format(**uses[0].fields)
         calls = [{"name": name, "arguments": u.args} for u in uses]
         results = [json.dumps(u.result) for u in uses]
-        steps: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": [
-            {"type": "function", "function": call} for call in calls]}]
+        steps: list[dict[str, Any]] = [
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": call} for call in calls],
+            }
+        ]
         steps += [{"role": "tool", "content": r} for r in results]
-        values = [str(v) for u in uses for v in u.result.values()
-                  if not isinstance(v, bool) and v not in ("sent", "started", "done")]
+        values = [
+            str(v)
+            for u in uses
+            for v in u.result.values()
+            if not isinstance(v, bool) and v not in ("sent", "started", "done")
+        ]
         check = {"type": "calls", "calls": calls, "results": results, "values": values}
         return Turn(user[:1].upper() + user[1:], " ".join(u.answer for u in uses), check, steps, wording)

@@ -1,4 +1,6 @@
-"""Trains the demo model. One GPU and about ten minutes; see README.md for the exact command.
+"""Trains the demo model. One GPU and minutes; see README.md for the exact command.
+
+Data, order and learning rate depend on --seed, --steps and --workers alone, not on the clock.
 
 The tokenizer files must already be in --base (python tok.py BASE). Writes the checkpoint and log.json to --out.
 """
@@ -129,7 +131,7 @@ def held_out_score(model: Demo, items: list[tuple[str, np.ndarray]], device: str
 
 def held_out_rows(tokenizer: Tokenizer) -> list[tuple[str, np.ndarray]]:
     out = []
-    for item in questions.make():
+    for item in questions.make(counts={**questions.COUNTS, **questions.MORE}):
         chat, answers = questions.full_chat(item)
         pieces = chats.render(chat)
         produced = [i for i, (_, answer) in enumerate(pieces) if answer][-answers:]
@@ -171,7 +173,10 @@ def main() -> None:
     ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--init", type=Path, help="start from this checkpoint's weights")
     ap.add_argument("--steps", type=int, default=6000)
-    ap.add_argument("--seconds", type=float, default=1e9, help="stop by then, with the learning rate fully decayed")
+    ap.add_argument("--warmup", type=int, default=100, help="steps until the learning rate is at its highest")
+    ap.add_argument(
+        "--limit", type=float, default=1e9, help="give up after so many seconds, with what there is by then"
+    )
     ap.add_argument("--short", type=int, nargs=2, default=(192, 512), help="rows and length of the short micro-batch")
     ap.add_argument("--long", type=int, nargs=2, default=(16, 4096), help="rows and length of the long micro-batch")
     ap.add_argument("--lr", type=float, default=3e-3)
@@ -229,11 +234,12 @@ def main() -> None:
     total_load = torch.zeros_like(model.bias)
     sums = torch.zeros(3, device=device)
     first = 0.0
-    step, tokens, waited, progress = 0, 0, 0.0, 0.0
-    while progress < 1.0:
+    step, tokens, waited = 0, 0, 0.0
+    late = False
+    while step < args.steps and not late:
         start = time.time()
-        progress = max((step + 1) / args.steps, (start - begin) / args.seconds)
-        factor = min(1.0, (step + 1) / 200) * min(1.0, max(0.0, 1.0 - progress) / 0.55)
+        # constant after the warm-up, then down to zero over the last 55 %
+        factor = min(1.0, (step + 1) / args.warmup, (1.0 - (step + 1) / args.steps) / 0.55)
         batches = ready.get()
         waited += time.time() - start
         load = torch.zeros_like(model.bias)
@@ -255,16 +261,18 @@ def main() -> None:
         adam.step()
         for p in params:
             p.grad = None
-        model.bias += 1e-3 * max(factor, 0.0) * torch.sign(load.mean(-1, keepdim=True) - load)
+        model.bias += 1e-3 * factor * torch.sign(load.mean(-1, keepdim=True) - load)
         model.bias -= model.bias.mean(-1, keepdim=True)
         total_load = total_load * 0.95 + load
         step += 1
+        late = time.time() - begin > args.limit
+        last = late or step == args.steps
         if step == 5:
             if device == "cuda":
                 torch.cuda.synchronize()
             first, tokens, waited = time.time(), 0, 0.0
             print(f"compiled, {first - begin:.1f} s", flush=True)
-        if step % 100 == 0 or progress >= 1.0:
+        if step % 100 == 0 or last:
             s = sums.tolist()
             share = total_load / total_load.sum(-1, keepdim=True)
             line = {
@@ -279,11 +287,11 @@ def main() -> None:
             log["loss"].append(line)
             print(line, flush=True)
             sums.zero_()
-        if step % args.score_every == 0 or progress >= 1.0:
+        if step % args.score_every == 0 or last:
             log["scores"][step] = scores = {k: round(v, 4) for k, v in held_out_score(model, held_out, device).items()}
             print(scores, flush=True)
             save(model, args.base, args.out, log)
-    print(f"done: {step} steps, {time.time() - begin:.1f} s", flush=True)
+    print(f"{'given up' if late else 'done'}: {step} steps, {time.time() - begin:.1f} s", flush=True)
     for process in workers:
         process.kill()
     os._exit(0)  # the feeding thread and the queues' threads never end by themselves

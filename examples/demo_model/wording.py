@@ -1,8 +1,8 @@
 """Ways to ask and to tell, and the proof that the held-out ones are apart from those of the training chats.
 
 A message is a noun phrase ("the capital of Peru"), an order ("count from 1 to 5") or a statement ("my name is Ada")
-in a frame, or one of the task's own templates. Frames are shared by all tasks, so that the model learns to read the phrase
-and not the frame. Each list has a part for training and a part kept for the held-out questions.
+in a frame, or one of the task's own templates. Frames are shared by all tasks, so that the model learns to read the
+phrase and not the frame. Each list has a part for training and a part kept for the held-out questions.
 """
 
 # ruff: noqa: SIM905 -- word lists read better as text
@@ -91,7 +91,7 @@ ASK: Frames = (
         "Could you give me {p}?",
         "Please find {p}.",
         "I'd like to hear {p}.",
-        "Would you name {p}?",
+        "Would you let me know {p}?",
         "Find {p} for me.",
         "Might you tell me {p}?",
         "I'd be glad to learn {p}.",
@@ -134,11 +134,10 @@ ORDER: Frames = (
     ],
     [
         "I need you to {d}.",
-        "Kindly {d}.",
-        "Help me and {d}.",
         "Do me a favour and {d}.",
         "It would help me if you {d}.",
         "Be so kind and {d}.",
+        "Here is what I need: {d}.",
     ],
 )
 # {s}: a statement; {S}: the same with a capital letter
@@ -230,7 +229,7 @@ def cap(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-ALL: "list[Ways]" = []
+ALL: list[Ways] = []
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,100 +13,40 @@ from . import attention as _attention
 from . import conv as _conv
 from . import copies as _copies
 from . import embed as _embed
-from . import norm as _norm
-from . import random_weights as _random
 from . import rope as _rope
 from . import route as _route
 from . import sample as _sample
-from .compiler import Kernel
-from .driver import Device, DeviceArray, PinnedBuffer, Staging
+from .driver import DeviceArray, PinnedBuffer
+from .graph import BUCKETS, DecodeRounds
 from .inputs import (
     CONTROLS,
     DeviceBatch,
-    Uploads,
     attention_tiles,
     control_arrays,
     count_ranges,
     host_results,
-    packed_bytes,
     split_results,
 )
+from .lazy import ExpertSum, Normed
 from .linear import bind_linear
+from .memory import HEAD, DeviceMemory, KVCache, PenaltyTables
 from .moe_products import bind_experts_down, bind_experts_up
-from .graph import BUCKETS, DecodeRounds
-from .pack import PackedWeight, bind_pack, packed_elements
-from .products import BLOCK_K, UNIT
-from .scratch import Activations, Scratch
+from .pack import PackedWeight
+from .scratch import Activations
 
-HEAD = _rope.HEAD
 VERIFY_ROWS = 16  # segments of up to so many rows are decode rows to attention
 PROMPT_CONV_ROWS = 8  # rows of a conv tile in prompts
 RANGE_BYTES = 32 * (HEAD + 2) * 4  # a range's partial results, at 32 heads
-UPLOAD_BYTES = 4 << 20
 RESULT_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
-    """Keys and values of every attention layer in pages of PAGE_ROWS positions: bf16
-    [pages, layers, 2, kv_heads, PAGE_ROWS * 64]; a page is one run of memory (its inner order: see rope.py)."""
-
-    data: DeviceArray
-
-    @property
-    def nbytes(self) -> int:
-        return self.data.nbytes
-
-    @property
-    def page_bytes(self) -> int:
-        return self.data.row_bytes
-
-
-class PenaltyTables:
-    """Which tokens each slot's prompt holds and how often its reply does, on the device. `shape` [slots, width]."""
-
-    def __init__(self, backend: CudaBackend, slots: int, width: int) -> None:
-        self._backend = backend
-        self.shape = (slots, width)
-        self.prompt_seen = backend.allocate((slots, width), "u8")
-        self.output_count = backend.allocate((slots, width), "i32")
-        self._waiting: list[tuple[int, int]] = []
-
-    @property
-    def views(self) -> tuple[PenaltyTables, PenaltyTables]:
-        """SampleRows' prompt_seen and output_count."""
-        return self, self
-
-    def open(self, slot: int, prompt: Sequence[int]) -> None:
-        """Forget a slot's last owner and take in a prompt."""
-        be = self._backend
-        self._waiting = [(s, token) for s, token in self._waiting if s != slot]
-        be.device.fill(self.prompt_seen[slot], 0, be.stream)
-        be.device.fill(self.output_count[slot], 0, be.stream)
-        ids, owner = be.send(np.asarray(prompt, np.int32))
-        be.launch(_copies.mark_tokens, 32, _copies.THREADS, ids, len(prompt), self.prompt_seen[slot])
-        del owner
-
-    def record(self, slot: int, token: int) -> None:
-        """Count a token of a slot's reply; takes effect before the next draw."""
-        self._waiting.append((slot, token))
-
-    def flush(self) -> None:
-        """Queue what was recorded."""
-        if self._waiting:
-            be, waiting = self._backend, np.array(self._waiting, np.int32)
-            self._waiting = []
-            slots, ids, owner = be.send(waiting[:, 0], waiting[:, 1])
-            be.launch(_copies.count_tokens, 1, _copies.THREADS, slots, ids, len(waiting), self.shape[1], self.output_count)
-            del owner
-
-
-class CudaBackend:
+class CudaBackend(DeviceMemory):
     """Every operation of the network over packed rows, each row's result independent of the other rows.
 
     The methods are CpuBackend's; arrays are on the device. Activations are bf16 [rows, features] in scratch memory,
-    logits float32. All work is queued on one stream, in order; only `sample`, `token_logprobs` and `read` wait for it. For
-    one thread. scratch_bytes bounds what one step computes (see `scratch_need`); nothing is allocated after the start.
+    logits float32. All work is queued on one stream, in order; only `sample`, `token_logprobs` and `read` wait for
+    it. For one thread. scratch_bytes bounds what one step computes (see `scratch_need`); nothing is allocated after
+    the start.
     """
 
     name = "cuda"
@@ -116,203 +55,37 @@ class CudaBackend:
     RING = RING_ROWS
 
     def __init__(self, ordinal: int = 0, *, scratch_bytes: int = 1 << 30) -> None:
-        self.device = Device.open(ordinal)
-        self.stream = self.device.stream()
-        self._owned: dict[int, DeviceArray] = {}
-        self._rounds: DecodeRounds | None = None
-        self._tables: PenaltyTables | None = None
-        self.scratch = Scratch(self.allocate((scratch_bytes,), "u8"))
-        self._uploads = Uploads(self.device, self.stream, UPLOAD_BYTES)
+        super().__init__(ordinal, scratch_bytes)
         self._results: PinnedBuffer | None = PinnedBuffer(RESULT_BYTES)
         self._ready = self.device.event(timing=False)
+        self._rounds: DecodeRounds | None = None
         self._batch: DeviceBatch | None = None
         self._table: NDArray[np.int32] | None = None
         self._table_host: NDArray[np.int32] | None = None
         self._table_device: DeviceArray | None = None
         self._drawn: DeviceArray | None = None
         self.most_ranges = scratch_bytes // 4 // RANGE_BYTES
-        """ranges of attention that decode rows may spread over; more are walked through tile by tile, with the same bits"""
-        self._no_bias = self._zeros((_route.MOST_EXPERTS,), "f32")
-        self._arrived = self._zeros((_route.SPREAD_BLOCKS,), "u32")
-        self.dependent = False
-
-    # ----------------------------------------------------------------------------------------------------- plumbing
-
-    def launch(self, kernel: Kernel, grid: int | tuple[int, ...], threads: int, *arguments: Any, shared: int = 0) -> None:
-        """Queue a kernel."""
-        given = [a.array if isinstance(a, Activations) else a for a in arguments]
-        self.device.function(kernel).bind(grid, threads, given, shared=shared, dependent=self.dependent).run(self.stream)
-
-    def send(self, *arrays: NDArray[Any]) -> list[Any]:
-        """Host arrays on the device, and last what holds their memory."""
-        owner = self.scratch.take((packed_bytes(arrays),), "u8")
-        return [*self._uploads.send(arrays, owner.array), owner]
-
-    def allocate(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Memory until `close`."""
-        array = self._owned[array.pointer] = self.device.allocate(shape, dtype)
-        return array
-
-    def free(self, array: DeviceArray | KVCache) -> None:
-        """Give back memory before `close`; waits for what is queued."""
-        self.stream.synchronize()
-        array = array.data if isinstance(array, KVCache) else array
-        self.device.free(self._owned.pop(array.pointer))
-
-    def _keep(self, host: NDArray[Any]) -> DeviceArray:
-        array = self.device.to_device(host)
-        self._owned[array.pointer] = array
-        return array
+        """ranges of attention that decode rows may spread over; more are walked through tile by tile, with the same
+        bits"""
+        self._no_bias = self.zeros((_route.MOST_EXPERTS,), "f32")
+        self._arrived = self.zeros((_route.SPREAD_BLOCKS,), "u32")
 
     def close(self) -> None:
-        """Wait for what is queued and free the device's memory. Idempotent; the backend can't be used any more."""
-        self.device.make_current()
-        self.stream.synchronize()
         self._give_up_rounds()
-        for array in self._owned.values():
-            self.device.free(array)
-        self._owned = {}
-        self._uploads.close()
+        super().close()
         if self._results is not None:
             self._results.free()
             self._results = None
 
-    def read(self, array: Activations | DeviceArray) -> NDArray[Any]:
-        """An array on the host (bf16 as uint16); waits for it."""
-        self.stream.synchronize()
-        return self.device.read(array.array if isinstance(array, Activations) else array)
-
-    # ------------------------------------------------------------------------------------------------------- memory
-
-    def weight_arena(self, nbytes: int) -> Any:
-        """Host memory that a checkpoint is read into on its way to the device."""
-        from ..cpu.memory import Arena
-
-        return Arena(nbytes)
-
-    def upload(self, tensors: dict[str, NDArray[Any]]) -> dict[str, Any]:
-        """A checkpoint's weights on the device: matrices packed for the products, the rest as they are.
-
-        Norm and convolution weights stay on the host for `norm_weight`.
-        """
-        staging = Staging(self.device)
-        out: dict[str, Any] = {}
-        for name, values in tensors.items():
-            if not isinstance(values, np.ndarray):
-                out[name] = values  # on the device already
-            elif values.dtype == np.float32:
-                out[name] = self._keep(values)
-            elif name.endswith("norm") or name.endswith("conv.weight"):
-                out[name] = values
-            elif name.endswith("moe.gate"):
-                out[name] = self._keep(values)
-            else:
-                out[name] = self._packed(staging, values, gated=name.endswith("w13"))
-        staging.close()
-        return out
-
-    def _packed(self, staging: Staging, values: NDArray[np.uint16], gated: bool) -> PackedWeight:
-        experts = values.shape[0] if values.ndim == 3 else 1
-        rows, depth = values.shape[-2:]
-        weight = self._room(experts, rows, depth, gated)
-        each = self.device.allocate((rows, depth), "bf16")
-        for expert, matrix in enumerate(values.reshape(experts, rows, depth)):
-            staging.upload(each, matrix)
-            bind_pack(self.device, weight, each, expert).run(staging.stream)
-        staging.finish()
-        self.device.free(each)
-        return weight
-
-    def _room(self, experts: int, rows: int, depth: int, gated: bool) -> PackedWeight:
-        """Memory for packed weights; `rows` counts w1's and w3's."""
-        outputs = rows // 2 if gated else rows
-        memory = self.allocate((packed_elements(outputs, depth, experts, gated),), "bf16")
-        return PackedWeight.over(memory, outputs, depth, experts, gated)
-
-    def random_weights(self, shapes: Iterable[tuple[str, tuple[int, ...]]], seed: int = 0) -> dict[str, Any]:
-        """Weights of the given names and shapes, as `upload` returns them: normal with deviation 0.02, norms 1, router
-        biases 0. Made on the device; shapes that packing pads are made on the host."""
-        rng, out = np.random.default_rng(seed), {}
-        staging = Staging(self.device)
-        for number, (name, shape) in enumerate(shapes):
-            gated, experts = name.endswith("w13"), shape[0] if len(shape) == 3 else 1
-            if name.endswith("moe.bias"):
-                out[name] = self._zeros(shape, "f32")
-                continue
-            if name.endswith("norm"):
-                out[name] = np.full(shape, 0x3F80, np.uint16)
-                continue
-            if name.endswith("conv.weight"):
-                out[name] = _bf16_bits(rng.standard_normal(shape, np.float32) * np.float32(0.02))
-                continue
-            if name.endswith("moe.gate"):
-                memory = out[name] = self.allocate(shape, "bf16")
-            elif shape[-1] % BLOCK_K or shape[-2] % UNIT:
-                out[name] = self._packed(staging, _bf16_bits(rng.standard_normal(shape, np.float32) * np.float32(0.02)), gated)
-                continue
-            else:
-                out[name] = self._room(experts, *shape[-2:], gated)
-                memory = out[name].data
-            blocks = 8 * self.device.multiprocessors
-            self.launch(_random.random_normal, blocks, _random.THREADS, memory, memory.size // 8, seed, number, 0.02)
-        staging.close()
-        self.stream.synchronize()
-        return out
-
-    def norm_weight(self, bits: NDArray[np.uint16]) -> DeviceArray:
-        """A small weight (norm [H]; convolution [H, 3], stored as [3, H])."""
-        return self._keep(np.ascontiguousarray(bits.T))
-
-    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
-        return KVCache(self._zeros((pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD), "bf16"))
-
-    def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> DeviceArray:
-        """Convolution inputs [conv_layers, slots, RING_ROWS, hidden] by position % RING_ROWS."""
-        return self._zeros((conv_layers, slots, RING_ROWS, hidden), "bf16")
-
-    def allocate_taps(self, taps: int, conv_layers: int, hidden: int) -> DeviceArray:
-        """Convolution states [taps, conv_layers, 2, hidden] for `conv_taps`."""
-        return self._zeros((taps, conv_layers, 2, hidden), "bf16")
-
-    def allocate_bytes(self, nbytes: int) -> DeviceArray:
-        """Memory for `copy`."""
-        return self.allocate((nbytes,), "u8")
-
-    def bytes_of(self, array: DeviceArray) -> DeviceArray:
-        """An array's memory, for `copy`."""
-        return array.view((array.nbytes,), "u8")
-
-    def _zeros(self, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-        array = self.allocate(shape, dtype)
-        self.device.fill(array, 0)
-        return array
-
     def penalty_tables(self, slots: int, width: int) -> PenaltyTables:
         """New tables; those made before are given up, and the decode rounds that read them."""
         self._give_up_rounds()
-        if self._tables is not None:
-            self.free(self._tables.prompt_seen)
-            self.free(self._tables.output_count)
-        self._tables = PenaltyTables(self, slots, width)
-        return self._tables
+        return super().penalty_tables(slots, width)
 
     def _give_up_rounds(self) -> None:
         if self._rounds is not None:
             self._rounds.close()
             self._rounds = None
-
-    def rope_tables(self, theta: float, max_position: int) -> tuple[DeviceArray, DeviceArray]:
-        """cos and sin [max_position, 32], rounded to bf16."""
-        cos, sin = _rope.rope_tables(theta, max_position)
-        return self._keep(_bf16_bits(cos)), self._keep(_bf16_bits(sin))
-
-    def copy(self, target: DeviceArray, source: DeviceArray, plan: Sequence[tuple[int, int, int]]) -> None:
-        """Queue copies of bytes; plan: (offset in source, offset in target, bytes) of each run, multiples of 16."""
-        if plan:
-            runs, owner = self.send(np.array(plan, np.int64))
-            blocks = max(1, 1024 // len(plan))
-            self.launch(_copies.copy_runs, (len(plan), blocks), _copies.THREADS, source, target, runs, blocks)
-            del owner
 
     # -------------------------------------------------------------------------------------------------------- steps
 
@@ -354,14 +127,14 @@ class CudaBackend:
                 if old is not None:
                     self.free(old)
             self._table, self._table_host = table, table.copy()
-            self._table_device = self._keep(table)
-            self._drawn = self._zeros((len(table),), "i32")
+            self._table_device = self.keep(table)
+            self._drawn = self.zeros((len(table),), "i32")
             return
         assert self._table_host is not None and self._table_device is not None
         slots = slots[slots >= 0]
         for slot in slots[(table[slots] != self._table_host[slots]).any(1)].tolist():
             self._table_host[slot] = table[slot]
-            self._uploads.send([table[slot]], self._table_device[slot])
+            self.uploads.send([table[slot]], self._table_device[slot])
 
     def take(self, x: Activations, rows: Sequence[int]) -> Activations:
         """Rows of an array, copied; the whole array itself where they are all of it, in order."""
@@ -385,8 +158,8 @@ class CudaBackend:
         assert tokens is batch.tokens, "embed runs the tokens of the batch that was begun"
         out = self.scratch.take((batch.rows, weight.depth), "bf16")
         self.launch(
-            _embed.embed, batch.rows, _embed.THREADS, batch.tokens, self._drawn, batch.row_segment, batch.seg_slot, weight.data,
-            weight.depth, out,
+            _embed.embed, batch.rows, _embed.THREADS, batch.tokens, self._drawn, batch.row_segment, batch.seg_slot,
+            weight.data, weight.depth, out,
         )  # fmt: skip
         return out
 
@@ -396,9 +169,9 @@ class CudaBackend:
         return self._batch
 
     def rms_norm(self, x: Activations, weight: DeviceArray, eps: float) -> Activations:
-        """r(w * r(x / sqrt(mean(x**2) + eps))). Queued with what reads it first: behind `moe` the sum over experts is part
-        of the same kernel, before `moe` the router takes it into its own."""
-        return _Normed(self, x, weight, eps)
+        """r(w * r(x / sqrt(mean(x**2) + eps))). Queued with what reads it first: behind `moe` the sum over experts is
+        part of the same kernel, before `moe` the router takes it into its own."""
+        return Normed(self, x, weight, eps)
 
     def linear(self, x: Activations, weight: PackedWeight, residual: Activations | None = None) -> Activations:
         """r(x wT) [R, N], or r(residual + r(x wT)); for gated weights the SwiGLU's activations."""
@@ -422,8 +195,9 @@ class CudaBackend:
         tile = 1 if batch.range_start is not None else PROMPT_CONV_ROWS
         out = self.scratch.take((len(bcx), hidden), "bf16")
         self.launch(
-            _conv.short_conv, (-(-len(bcx) // tile), -(-hidden // 2 // _conv.THREADS)), _conv.THREADS, bcx, conv_weight, ring, layer,
-            ring.shape[1], batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, len(bcx), hidden, tile, out,
+            _conv.short_conv, (-(-len(bcx) // tile), -(-hidden // 2 // _conv.THREADS)), _conv.THREADS, bcx,
+            conv_weight, ring, layer, ring.shape[1], batch.positions, batch.row_segment, batch.seg_start,
+            batch.seg_slot, len(bcx), hidden, tile, out,
         )  # fmt: skip
         return out
 
@@ -434,8 +208,9 @@ class CudaBackend:
         `short_conv`."""
         if batch.tap_rows is not None:
             self.launch(
-                _copies.conv_taps, batch.tap_rows.shape[0], _copies.THREADS, bcx, ring, layer, ring.shape[0], ring.shape[1],
-                batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, batch.tap_rows, ring.shape[3], taps,
+                _copies.conv_taps, batch.tap_rows.shape[0], _copies.THREADS, bcx, ring, layer, ring.shape[0],
+                ring.shape[1], batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, batch.tap_rows,
+                ring.shape[3], taps,
             )  # fmt: skip
 
     def attention_inputs(
@@ -458,8 +233,9 @@ class CudaBackend:
         q = self.scratch.take((len(qkv), heads * HEAD), "bf16")
         blocks = -(-(heads + 2 * kv_heads) // _rope.WARPS)
         self.launch(
-            _rope.attention_inputs, (len(qkv), blocks), _rope.THREADS, qkv, q_norm, k_norm, eps, cos, sin, kv.data, layer,
-            kv.data.shape[1], batch.positions, batch.row_segment, batch.seg_slot, table, table.shape[1], heads, kv_heads, q,
+            _rope.attention_inputs, (len(qkv), blocks), _rope.THREADS, qkv, q_norm, k_norm, eps, cos, sin, kv.data,
+            layer, kv.data.shape[1], batch.positions, batch.row_segment, batch.seg_slot, table, table.shape[1], heads,
+            kv_heads, q,
         )  # fmt: skip
         return q
 
@@ -470,8 +246,8 @@ class CudaBackend:
         table, group = self._table_device, heads // kv_heads
         assert table is not None
         common = (
-            kv.data.pointer, layer, kv.data.shape[1], kv_heads, group, batch.positions, batch.row_segment, batch.seg_slot, table,
-            table.shape[1],
+            kv.data.pointer, layer, kv.data.shape[1], kv_heads, group, batch.positions, batch.row_segment,
+            batch.seg_slot, table, table.shape[1],
         )  # fmt: skip
         out = self.scratch.take(q.shape, "bf16")
         if batch.range_start is None:
@@ -480,23 +256,21 @@ class CudaBackend:
                 *batch.tiles, owner = self.send(*attention_tiles(batch.host, group))
                 batch.owner = (batch.owner, owner)
             self.launch(
-                _attention.attention_rows, (batch.tiles[0].shape[0], kv_heads), 32 * _attention.WARPS, q, *common, *batch.tiles,
-                out, shared=4 * _attention.RANGE_BYTES,
+                _attention.attention_rows, (batch.tiles[0].shape[0], kv_heads), 32 * _attention.WARPS, q, *common,
+                *batch.tiles, out, shared=4 * _attention.RANGE_BYTES,
             )  # fmt: skip
             return out
         partial = self.scratch.take((batch.ranges, heads, HEAD), "f32")
         scale = self.scratch.take((batch.ranges, heads, 2), "f32")
         blocks = min(batch.ranges, max(1, 6 * self.device.multiprocessors // kv_heads))
         self.launch(
-            _attention.attention_ranges, (blocks, kv_heads), 32, q, *common, batch.rows, batch.range_start, partial, scale,
-            shared=2 * _attention.RANGE_BYTES,
+            _attention.attention_ranges, (blocks, kv_heads), 32, q, *common, batch.rows, batch.range_start, partial,
+            scale, shared=2 * _attention.RANGE_BYTES,
         )  # fmt: skip
         self.launch(_attention.attention_merge, (batch.rows, heads), 32, partial, scale, batch.range_start, heads, out)
         return out
 
-    def swiglu(
-        self, x: Activations, w13: PackedWeight, w2: PackedWeight, residual: Activations
-    ) -> Activations:
+    def swiglu(self, x: Activations, w13: PackedWeight, w2: PackedWeight, residual: Activations) -> Activations:
         """r(residual + r(w2 r(r(silu(w1 x)) * r(w3 x))))."""
         return self.linear(self.linear(x, w13), w2, residual)
 
@@ -513,7 +287,7 @@ class CudaBackend:
         residual: Activations,
     ) -> Activations:
         """r(residual + r(sum of r(weight * expert(x)))) over the chosen experts; x is `rms_norm`'s, not used before."""
-        assert isinstance(x, _Normed) and x.pending, "the router norms its rows itself"
+        assert isinstance(x, Normed) and x.pending, "the router norms its rows itself"
         h, norm, eps = x.claim()
         batch, rows, hidden = self._current, len(h), h.shape[1]
         experts, pairs = w13.experts, rows * top_k
@@ -528,9 +302,9 @@ class CudaBackend:
         logits = take((blocks * _route.ROUTE_ROWS, _route.MOST_EXPERTS), "f32") if tiles > 1 else None
         self.launch(
             _route.norm_route, (blocks, tiles), _route.ROUTE_THREADS, h, norm, eps, x, gate,
-            self._no_bias if expert_bias is None else expert_bias, int(expert_bias is not None), batch.row_segment, batch.seg_slot,
-            rows, hidden, experts, top_k, int(norm_topk), scaling, logits, self._arrived, ids, weights, start, pair_row,
-            pair_weight, place,
+            self._no_bias if expert_bias is None else expert_bias, int(expert_bias is not None), batch.row_segment,
+            batch.seg_slot, rows, hidden, experts, top_k, int(norm_topk), scaling, logits, self._arrived, ids, weights,
+            start, pair_row, pair_weight, place,
         )  # fmt: skip
         if blocks > 1:
             self.launch(
@@ -539,11 +313,15 @@ class CudaBackend:
             )  # fmt: skip
         act, y = take((pairs, w13.outputs), "bf16"), take((pairs, hidden), "bf16")
         for product in (
-            bind_experts_up(self.device, x.array, w13, start.array, pair_row.array, act.array, dependent=self.dependent),
-            bind_experts_down(self.device, act.array, w2, start.array, pair_weight.array, y.array, dependent=self.dependent),
+            bind_experts_up(
+                self.device, x.array, w13, start.array, pair_row.array, act.array, dependent=self.dependent
+            ),
+            bind_experts_down(
+                self.device, act.array, w2, start.array, pair_weight.array, y.array, dependent=self.dependent
+            ),
         ):
             product.run(self.stream)
-        return _ExpertSum(self, residual, y, place, top_k)
+        return ExpertSum(self, residual, y, place, top_k)
 
     def logits(self, x: Activations, weight: PackedWeight) -> Activations:
         """[n, V] float32, rounded as any product."""
@@ -563,7 +341,8 @@ class CudaBackend:
     ) -> DecodeRounds:
         """Decode rounds as graphs, for up to `slots` streams of up to `context` tokens and as many draft rows again.
 
-        forward: the logits of all rows of a batch. Takes some milliseconds a bucket. The rounds made before are given up.
+        forward: the logits of all rows of a batch. Takes some milliseconds a bucket. The rounds made before are given
+        up.
         """
         self._give_up_rounds()
         largest = min(BUCKETS[-1], 2 * max(slots, 8))
@@ -571,14 +350,22 @@ class CudaBackend:
         most_ranges = -(-context // _attention.RANGE)
         ranges = min(BUCKETS[count - 1] * most_ranges, self.most_ranges)
         self._rounds = DecodeRounds(
-            self, forward, tables, buckets=BUCKETS[:count], vocab=vocab, page_table=page_table, ranges=ranges, most_ranges=most_ranges
+            self,
+            forward,
+            tables,
+            buckets=BUCKETS[:count],
+            vocab=vocab,
+            page_table=page_table,
+            ranges=ranges,
+            most_ranges=most_ranges,
         )
         return self._rounds
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
     def sample(self, logits: Activations, rows: SampleRows) -> SampleResult:
-        """One token a row; see `SampleRows`. prompt_seen and output_count may be a `PenaltyTables` (both the same one)."""
+        """One token a row; see `SampleRows`. prompt_seen and output_count may be a `PenaltyTables` (both the same
+        one)."""
         count, most = len(logits), max(0, int(rows.top_n.max(initial=-1)))
         if isinstance(rows.prompt_seen, PenaltyTables):
             tables, owners = rows.prompt_seen, []
@@ -594,7 +381,9 @@ class CudaBackend:
         del owner, owners
         return out
 
-    def _host_tables(self, rows: SampleRows, used: NDArray[np.int32]) -> tuple[SampleRows, DeviceArray | None, DeviceArray | None, list[Any]]:
+    def _host_tables(
+        self, rows: SampleRows, used: NDArray[np.int32]
+    ) -> tuple[SampleRows, DeviceArray | None, DeviceArray | None, list[Any]]:
         """Host tables: the rows of slots that need them, sent along; `slot` then counts those."""
         slots = np.unique(used[used >= 0])
         if not len(slots):
@@ -622,8 +411,8 @@ class CudaBackend:
         head = len(CONTROLS) + 1
         adjusted = self.scratch.take(logits.shape, "f32")
         self.launch(
-            _sample.sample, len(logits), _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head], seen, counts,
-            *controls[head:], most, self._drawn, *result,
+            _sample.sample, len(logits), _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
+            seen, counts, *controls[head:], most, self._drawn, *result,
         )  # fmt: skip
 
     def _download(self, block: Activations, count: int, most: int) -> SampleResult:
@@ -646,70 +435,20 @@ class CudaBackend:
         target, wanted, owner = self.send(targets, top_n)
         block, result = self.result_arrays(count, most)
         self.launch(
-            _sample.token_logprobs, count, _sample.THREADS, logits, logits.shape[1], vocab, target, wanted, most, *result[1:]
+            _sample.token_logprobs,
+            count,
+            _sample.THREADS,
+            logits,
+            logits.shape[1],
+            vocab,
+            target,
+            wanted,
+            most,
+            *result[1:],
         )
         out = self._download(block, count, most)
         del owner
         return out.logprob, out.rank, out.top_ids, out.top_logprobs
-
-
-class _Normed(Activations):
-    """An RMSNorm that is queued with whatever reads it first."""
-
-    __slots__ = ("_backend", "_given", "_owner")
-
-    def __init__(self, backend: CudaBackend, x: Activations, weight: DeviceArray, eps: float) -> None:
-        self._owner = backend.scratch.take(x.shape, "bf16")
-        super().__init__(self._owner.memory, None)
-        self._backend = backend
-        self._given: Any = (x, weight, eps)
-        self.pending = True
-
-    def claim(self) -> tuple[Activations, DeviceArray, float]:
-        """What is to be normed, and with what; the caller queues it."""
-        given, self.pending, self._given = self._given, False, None
-        return given  # type: ignore[no-any-return]
-
-    def finish(self) -> None:
-        x, weight, eps = self.claim()
-        if isinstance(x, _ExpertSum) and x.pending:
-            x.finish_with_norm(weight, eps, self._owner)
-        else:
-            self._backend.launch(_norm.rms_norm, len(x), _norm.THREADS, x, weight, eps, x.shape[1], self._owner)
-
-
-class _ExpertSum(Activations):
-    """A residual stream whose sum over experts is queued with whatever reads it first; a norm takes it into its kernel."""
-
-    __slots__ = ("_backend", "_owner", "_parts")
-
-    def __init__(self, backend: CudaBackend, residual: Activations, y: Activations, place: Activations, top_k: int) -> None:
-        self._owner = backend.scratch.take(residual.shape, "bf16")
-        super().__init__(self._owner.memory, None)
-        self._backend = backend
-        self._parts: Any = (y, place, residual, top_k)
-        self.pending = True
-
-    def finish(self) -> None:
-        y, place, residual, top_k = self._parts
-        rows, hidden = self.shape
-        self._backend.launch(_route.combine_experts, rows, 256, y, place, residual, top_k, hidden, self._owner)
-        self._parts = ()
-
-    def finish_with_norm(self, weight: DeviceArray, eps: float, normed: Activations) -> None:
-        """Queue the sum and the norm of its result in one kernel."""
-        y, place, residual, top_k = self._parts
-        rows, hidden = self.shape
-        self.pending, self._parts = False, ()
-        self._backend.launch(
-            _route.combine_experts_norm, rows, 256, y, place, residual, top_k, weight, eps, hidden, self._owner, normed
-        )
-
-
-def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Nearest-even bf16 bits of finite values."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def scratch_need(
@@ -718,8 +457,8 @@ def scratch_need(
 ) -> int:  # fmt: skip
     """Bytes of scratch for steps of up to `rows` rows.
 
-    features: of the widest dense SwiGLU; pairs: experts a row (0 for dense models); logit_rows: rows whose logits are held at
-    once; ranges: attention ranges of all decode rows together.
+    features: of the widest dense SwiGLU; pairs: experts a row (0 for dense models); logit_rows: rows whose logits are
+    held at once; ranges: attention ranges of all decode rows together.
     """
     widest = max(3 * hidden + hidden, qkv + 2 * heads * HEAD, features, pairs * (expert_features + hidden + 16))
     step = rows * (4 * hidden + widest) * 2

@@ -1,10 +1,11 @@
 """Causal attention over the paged K/V pool on tensor cores.
 
 Keys are reduced in ranges of 128 absolute positions. A range gives every query a partial result: the largest score, the
-sum of weights and the weighted values, in `range_partial`; partial results are merged in ascending order, by `merged`. Prompt
-rows do both in one kernel that walks over the ranges (`attention_rows`); decode rows spread their ranges over the GPU
-(`attention_ranges`) and merge afterwards (`attention_merge`). Both use the same functions, so a row has the same bits
-either way. A key past a row's position weighs exactly nothing, and a range without visible keys is not merged.
+sum of weights and the weighted values, in `range_partial`; partial results are merged in ascending order, by
+`merged`. Prompt rows do both in one kernel that walks over the ranges (`attention_rows`); decode rows spread their
+ranges over the GPU (`attention_ranges`) and merge afterwards (`attention_merge`). Both use the same functions, so a
+row has the same bits either way. A key past a row's position weighs exactly nothing, and a range without visible keys
+is not merged.
 
 A warp takes 16 query vectors: the heads that share a K/V head, of one or several rows. Tiles in shared memory are
 [128 positions][8 pieces of 16 bytes], piece c of position p at c ^ (p & 7), as in the pool (see rope.py).
@@ -35,7 +36,15 @@ from .scalar import (
 from .unroll import registers, static, unrolled
 
 if not SIMULATED:
-    from .ptx import cp_async_16_or_zero, cp_async_commit, cp_async_wait, ldmatrix_x4, ldmatrix_x4_transposed, mma, shared_address
+    from .ptx import (
+        cp_async_16_or_zero,
+        cp_async_commit,
+        cp_async_wait,
+        ldmatrix_x4,
+        ldmatrix_x4_transposed,
+        mma,
+        shared_address,
+    )
 
     wait_all_copies, wait_all_but_newest = cp_async_wait(0), cp_async_wait(1)
 
@@ -83,8 +92,8 @@ def range_partial(q: 16, keys, values, first, second, lane):
         b[4], b[5], b[6], b[7] = ldmatrix_x4(np.uint32(np.uint32(key ^ np.uint32(64)) + np.uint32(1024 * n)))
         for k in static(4):
             scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3] = mma(
-                q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3], b[2 * k], b[2 * k + 1],
-                scores[4 * n], scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3],
+                q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3], b[2 * k], b[2 * k + 1], scores[4 * n],
+                scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3],
             )  # fmt: skip
     if first < np.int32(127) or second < np.int32(127):
         column = np.int32(np.int32(lane & np.int32(3)) * np.int32(2))
@@ -127,8 +136,8 @@ def range_partial(q: 16, keys, values, first, second, lane):
             )
             for i in static(2):
                 sums[8 * c + 4 * i], sums[8 * c + 4 * i + 1], sums[8 * c + 4 * i + 2], sums[8 * c + 4 * i + 3] = mma(
-                    a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1],
-                    sums[8 * c + 4 * i], sums[8 * c + 4 * i + 1], sums[8 * c + 4 * i + 2], sums[8 * c + 4 * i + 3],
+                    a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1], sums[8 * c + 4 * i], sums[8 * c + 4 * i + 1],
+                    sums[8 * c + 4 * i + 2], sums[8 * c + 4 * i + 3],
                 )  # fmt: skip
     return sums, top, top_8, quad_sum(total), quad_sum(total_8)
 
@@ -148,17 +157,21 @@ def merged(sums, factor, other, other_factor):
 @device
 def range_source(pool, page, range_, layer, layers, kind, head, kv_heads):
     """Address of a range's keys (kind 0) or values (kind 1) in the pool."""
-    rows = (((np.int64(page) * layers + layer) * 2 + kind) * kv_heads + head) * PAGE_ROWS + (range_ & (RANGES_A_PAGE - 1)) * RANGE
+    rows = (((np.int64(page) * layers + layer) * 2 + kind) * kv_heads + head) * PAGE_ROWS + (
+        range_ & (RANGES_A_PAGE - 1)
+    ) * RANGE
     return np.uint64(pool + np.uint64(rows * 128))
 
 
 @kernel(
-    "u32* u64 i32 i32 i32 i32 i32* i32* i32* i32* i32 i32* i32* u32*", threads=32 * WARPS, dynamic_shared=4 * RANGE_BYTES
+    "u32* u64 i32 i32 i32 i32 i32* i32* i32* i32* i32 i32* i32* u32*",
+    threads=32 * WARPS,
+    dynamic_shared=4 * RANGE_BYTES,
 )
 @unrolled
 def attention_rows(
-    q, pool, layer, layers, kv_heads, group, positions, row_segment, seg_slot, page_table, table_width, tile_row, tile_rows,
-    out,
+    q, pool, layer, layers, kv_heads, group, positions, row_segment, seg_slot, page_table, table_width, tile_row,
+    tile_rows, out,
 ):  # fmt: skip
     """softmax(q kT / 8) v of the rows of every tile, over their own stream's keys up to each row's position.
 
@@ -197,7 +210,10 @@ def attention_rows(
     first_query = np.int32(np.int32(warp * np.int32(16)) // group)
     warp_end = np.int32(NOBODY)
     if first_query < count:
-        warp_end = np.int32(position + min(np.int32(np.int32(warp * np.int32(16) + np.int32(15)) // group), np.int32(count - np.int32(1))))
+        warp_end = np.int32(
+            position
+            + min(np.int32(np.int32(warp * np.int32(16) + np.int32(15)) // group), np.int32(count - np.int32(1)))
+        )
 
     sums = registers(32, ZERO)
     top, top_8, total, total_8 = LOWEST, LOWEST, ZERO, ZERO
@@ -215,7 +231,9 @@ def attention_rows(
                 size = np.uint32(16) if np.int32(piece >> np.int32(3)) <= seen else zero
                 at = np.uint32(piece * np.int32(16))
                 cp_async_16_or_zero(np.uint32(stage + at), np.uint64(keys + np.uint64(at)), size)
-                cp_async_16_or_zero(np.uint32(stage + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size)
+                cp_async_16_or_zero(
+                    np.uint32(stage + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size
+                )
         cp_async_commit()
         if step >= 0:
             wait_all_but_newest()
@@ -225,7 +243,12 @@ def attention_rows(
                 stage = np.uint32(base + np.uint32(np.int32(np.int32(step) & np.int32(1)) * np.int32(2 * RANGE_BYTES)))
                 other = registers(32)
                 other, new, new_8, more, more_8 = range_partial(
-                    parts, stage, np.uint32(stage + np.uint32(RANGE_BYTES)), np.int32(limit - start), np.int32(limit_8 - start), lane
+                    parts,
+                    stage,
+                    np.uint32(stage + np.uint32(RANGE_BYTES)),
+                    np.int32(limit - start),
+                    np.int32(limit_8 - start),
+                    lane,
                 )
                 if new > LOWEST:
                     top, factor, factor_new = merge_weights(top, new)
@@ -252,7 +275,8 @@ def attention_rows(
 
 @kernel("i32* i32* i32* i32 i32*", threads=256)
 def attention_plan(positions, row_segment, seg_slot, rows, range_start):
-    """range_start[row]: ranges of the rows before; [rows + 1] entries. Padding rows have none. One block of 256 threads."""
+    """range_start[row]: ranges of the rows before; [rows + 1] entries. Padding rows have none. One block of 256
+    threads."""
     let_next_start()
     wait_for_earlier()
     counts = cuda.shared.array(256, np.int32)
@@ -284,17 +308,21 @@ def attention_plan(positions, row_segment, seg_slot, rows, range_start):
 
 
 @kernel(
-    "u32* u64 i32 i32 i32 i32 i32* i32* i32* i32* i32 i32 i32* f32* f32*", threads=32, blocks=6, dynamic_shared=2 * RANGE_BYTES
+    "u32* u64 i32 i32 i32 i32 i32* i32* i32* i32* i32 i32 i32* f32* f32*",
+    threads=32,
+    blocks=6,
+    dynamic_shared=2 * RANGE_BYTES,
 )
 @unrolled
 def attention_ranges(
-    q, pool, layer, layers, kv_heads, group, positions, row_segment, seg_slot, page_table, table_width, rows, range_start,
-    partial, partial_scale,
+    q, pool, layer, layers, kv_heads, group, positions, row_segment, seg_slot, page_table, table_width, rows,
+    range_start, partial, partial_scale,
 ):  # fmt: skip
     """Partial results of every range of every row: range g of all (see attention_plan), head h.
 
-    partial [ranges, heads, 2, 32]: the sums of weighted values, even dims then odd ones; partial_scale [ranges, heads, 2]: largest
-    score and sum of weights. Grid [any number of blocks, K/V heads], one warp; 32 KiB of shared memory.
+    partial [ranges, heads, 2, 32]: the sums of weighted values, even dims then odd ones; partial_scale [ranges,
+    heads, 2]: largest score and sum of weights. Grid [any number of blocks, K/V heads], one warp; 32 KiB of shared
+    memory.
     """
     shared = cuda.shared.array(0, np.uint8)
     let_next_start()
@@ -362,7 +390,8 @@ def attention_ranges(
 @kernel("f32* f32* i32* i32 u32*", threads=32)
 @unrolled
 def attention_merge(partial, partial_scale, range_start, heads, out):
-    """Merge a row's ranges in ascending order. Grid [rows, heads], one warp; a lane has two dims. Padding rows: zeros."""
+    """Merge a row's ranges in ascending order. Grid [rows, heads], one warp; a lane has two dims. Padding rows:
+    zeros."""
     let_next_start()
     wait_for_earlier()
     row, head, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x

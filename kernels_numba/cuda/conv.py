@@ -71,15 +71,14 @@ def short_conv(bcx, weight, ring, layer, slots, positions, row_segment, seg_star
         first = seg_start[segment]
         position = positions[row]
         ring_at = (np.int64(layer) * slots + slot) * RING_ROWS * half
-        if row == start or row == first:
+        tile_begins = row == start
+        if tile_begins or row == first:
             u1 = earlier_input(bcx, row, 1, first, position, ring, ring_at, half, word)
             u2 = earlier_input(bcx, row, 2, first, position, ring, ring_at, half, word)
         u = gated_input(bcx, row, half, word)
         z = filtered(w0, w1, w2, u2, u1, u)
         gate = bcx[np.int64(row) * 3 * half + half + word]
-        out[np.int64(row) * half + word] = pack(
-            mul(low_half(gate), low_half(z)), mul(high_half(gate), high_half(z))
-        )
+        out[np.int64(row) * half + word] = pack(mul(low_half(gate), low_half(z)), mul(high_half(gate), high_half(z)))
         u2, u1 = u1, u
         last = seg_start[segment + 1]
         if row == min(first + 1, last - 1):

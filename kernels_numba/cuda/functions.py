@@ -19,10 +19,12 @@ from .scalar import (
     fma,
     log2_approx,
     mul,
-    pack as pack,
     shuffle_xor,
     sqrt,
     sub,
+)
+from .scalar import (
+    pack as pack,
 )
 
 ZERO = np.float32(0.0)

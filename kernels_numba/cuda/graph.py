@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_TOP = 20  # log-probabilities a row that a graph returns
 LIST_ENTRIES = 1024  # biases, bans or draft tokens of a round
+DEPENDENT_ROWS = 16  # buckets up to this start each kernel before the one before has ended: it pays at few rows only
 ROUNDS = 2  # rounds whose inputs or results may be on their way
 
 Forward = Callable[[DeviceBatch], "Activations"]
@@ -78,7 +79,9 @@ class _Layout:
             self._add(name, rows, kinds.get(name, "<f4"))
         self._add("certain", rows, "<i4")
         for name in LISTS:
-            self._add(name, rows + 1 if name.endswith("start") else LIST_ENTRIES, "<f4" if name == "bias_value" else "<i4")
+            self._add(
+                name, rows + 1 if name.endswith("start") else LIST_ENTRIES, "<f4" if name == "bias_value" else "<i4"
+            )
         self._add("top_n", rows, "<i4")
 
     def _add(self, name: str, count: int, dtype: str) -> None:
@@ -94,7 +97,8 @@ class _Layout:
 
     def host(self, block: np.ndarray) -> dict[str, np.ndarray]:
         return {
-            name: block[f.offset : f.offset + f.shape[0] * f.dtype.itemsize].view(f.dtype) for name, f in self.fields.items()
+            name: block[f.offset : f.offset + f.shape[0] * f.dtype.itemsize].view(f.dtype)
+            for name, f in self.fields.items()
         }
 
 
@@ -115,8 +119,12 @@ class _Bucket:
         be.stream.synchronize()
         self._run(rounds, inputs)  # once as it is: compiles and loads every kernel
         be.stream.synchronize()
-        with capture(be.stream) as finished:
-            self._run(rounds, inputs)
+        be.dependent = rows <= DEPENDENT_ROWS
+        try:
+            with capture(be.stream) as finished:
+                self._run(rounds, inputs)
+        finally:
+            be.dependent = False
         self.graph = finished()
 
     def _idle(self) -> np.ndarray:
@@ -128,8 +136,8 @@ class _Bucket:
     def _run(self, rounds: DecodeRounds, inputs: dict[str, DeviceArray]) -> None:
         be = rounds.backend
         batch = DeviceBatch(
-            self.rows, inputs["tokens"], inputs["positions"], inputs["row_segment"], inputs["seg_start"], inputs["seg_slot"],
-            ranges=min(rounds.ranges, self.rows * rounds.most_ranges),
+            self.rows, inputs["tokens"], inputs["positions"], inputs["row_segment"], inputs["seg_start"],
+            inputs["seg_slot"], ranges=min(rounds.ranges, self.rows * rounds.most_ranges),
         )  # fmt: skip
         be.plan_attention(batch)
         logits = rounds.forward(batch)
@@ -195,15 +203,19 @@ class Round:
         every = host_results(self._host, self._bucket, MOST_TOP)
         n, most = self._count, self._most
         return SampleResult(
-            every.token[:n], every.logprob[:n], every.rank[:n], every.top_ids[:n, :most].copy(), every.top_logprobs[:n, :most].copy()
+            every.token[:n],
+            every.logprob[:n],
+            every.rank[:n],
+            every.top_ids[:n, :most].copy(),
+            every.top_logprobs[:n, :most].copy(),
         )
 
 
 class DecodeRounds:
     """Decode rounds of up to the largest bucket's rows, each one graph launch.
 
-    forward: the network, from a DeviceBatch to all rows' logits. ranges: attention ranges of all rows of a round together
-    at most; most_ranges: of one row. Captures a graph for each bucket at construction.
+    forward: the network, from a DeviceBatch to all rows' logits. ranges: attention ranges of all rows of a round
+    together at most; most_ranges: of one row. Captures a graph for each bucket at construction.
     """
 
     def __init__(
@@ -270,7 +282,13 @@ class DecodeRounds:
         self.tables.flush()
         self._events[turn].synchronize()  # the round before last: its inputs and results are free again
         fill(bucket.hosts[turn], bucket.rows, batch, rows, certain)
-        call("cuMemcpyHtoDAsync", bucket.block.pointer, bucket.pinned[turn].pointer, bucket.layout.nbytes, be.stream.handle)
+        call(
+            "cuMemcpyHtoDAsync",
+            bucket.block.pointer,
+            bucket.pinned[turn].pointer,
+            bucket.layout.nbytes,
+            be.stream.handle,
+        )
         call("cuGraphLaunch", bucket.graph, be.stream.handle)
         host = self._results[turn].array[: bucket.words * 4].view(np.int32)
         be.device.read(bucket.result, host, be.stream)

@@ -17,7 +17,8 @@ ALIGN = 16
 KINDS = {"i4": "i32", "u4": "u32", "f4": "f32", "u8": "u64", "i8": "i64", "u1": "u8", "u2": "bf16"}
 
 CONTROLS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed", "choice", "position", "slot",
+    "temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed", "choice", "position",
+    "slot",
 )  # fmt: skip
 """Fields of SampleRows with one entry a row, in the order of the sampling kernel."""
 LISTS = ("bias_start", "bias_id", "bias_value", "ban_start", "ban_id", "ahead_start", "ahead_id")
@@ -28,6 +29,7 @@ class Uploads:
 
     def __init__(self, device: Device, stream: Stream, nbytes: int, buffers: int = 4) -> None:
         self.nbytes = nbytes
+        self._device = device
         self._stream = stream
         self._buffers = [PinnedBuffer(nbytes) for _ in range(buffers)]
         self._sent: list[Event | None] = [None] * buffers
@@ -35,7 +37,12 @@ class Uploads:
         self._next = 0
 
     def send(self, arrays: Sequence[np.ndarray], target: DeviceArray) -> list[DeviceArray]:
-        """Queue the copy of host arrays, one after another, to the start of `target`; the device arrays."""
+        """Queue the copy of host arrays, one after another, to the start of `target`; the device arrays.
+
+        What the buffers are too small for is copied at once, behind everything that is queued.
+        """
+        if packed_bytes(arrays) > self.nbytes:
+            return self._write(arrays, target)
         index = self._next
         event = self._sent[index]
         if event is not None:
@@ -50,6 +57,15 @@ class Uploads:
         self._events[index].record(self._stream)
         self._sent[index] = self._events[index]
         self._next = (index + 1) % len(self._buffers)
+        return out
+
+    def _write(self, arrays: Sequence[np.ndarray], target: DeviceArray) -> list[DeviceArray]:
+        self._stream.synchronize()
+        offset, out = 0, []
+        for array in arrays:
+            out.append(DeviceArray(target.pointer + offset, array.shape, KINDS[array.dtype.str[1:]]))
+            self._device.write(out[-1], array)
+            offset += -(-array.nbytes // ALIGN) * ALIGN
         return out
 
     def close(self) -> None:
@@ -113,7 +129,13 @@ def control_arrays(rows: SampleRows, certain: np.ndarray) -> list[np.ndarray]:
 def split_results(block: DeviceArray, count: int, most: int) -> list[DeviceArray]:
     """token, logprob, rank, top_ids, top_logprobs in one block of 32-bit words."""
     out, at = [], 0
-    for shape, kind in (((count,), "i32"), ((count,), "f32"), ((count,), "i32"), ((count, most), "i32"), ((count, most), "f32")):
+    for shape, kind in (
+        ((count,), "i32"),
+        ((count,), "f32"),
+        ((count,), "i32"),
+        ((count, most), "i32"),
+        ((count, most), "f32"),
+    ):
         out.append(DeviceArray(block.pointer + 4 * at, shape, kind))
         at += out[-1].size
     return out

@@ -1,7 +1,7 @@
 """RMSNorm (arXiv 1910.07467), alone and behind the sum over experts.
 
-A row's sum of squares, in a block as in a warp: the squares of a piece of 8 values by an fma chain, the pieces l, l + 32,
-l + 64, ... of lane l in order, then the xor tree over lanes.
+A row's sum of squares, in a block as in a warp: the squares of a piece of 8 values by an fma chain, the pieces l, l +
+32, l + 64, ... of lane l in order, then the xor tree over lanes.
 """
 
 from __future__ import annotations

@@ -164,8 +164,6 @@ store_32 = instruction("st.global.u32 [$0], $1;", "lr", memory=True)
 """4 bytes [9.7.9.11]."""
 store_128 = instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "lrrrr", memory=True)
 """16 bytes [9.7.9.11]."""
-atomic_add = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", "lr", "r", memory=True)
-"""atomic_add(address, x): adds to a uint32 in global memory, and what was there before [9.7.13.3]."""
 shared_load = instruction("ld.shared.s32 $0, [$1];", "r", "i", memory=True)
 """An int32 from shared memory [9.7.9.8]."""
 shared_store = instruction("st.shared.s32 [$0], $1;", "ri", memory=True)

@@ -56,17 +56,15 @@ def normed_rotated(pair, lane, weight, eps, cos, sin, position):
     return pack(low, high)
 
 
-@kernel(
-    "u32* u32* u32* f32 u32* u32* u32* i32 i32 i32* i32* i32* i32* i32 i32 i32 u32*", threads=THREADS
-)
+@kernel("u32* u32* u32* f32 u32* u32* u32* i32 i32 i32* i32* i32* i32* i32 i32 i32 u32*", threads=THREADS)
 def attention_inputs(
     qkv, q_norm, k_norm, eps, cos, sin, pool, layer, layers, positions, row_segment, seg_slot, page_table, table_width,
     heads, kv_heads, q,
 ):  # fmt: skip
     """q [rows, heads * 64] normed and rotated; the rows' keys (normed, rotated) and values go to the pool.
 
-    bf16 in pairs: qkv [rows, (heads + 2 kv_heads) * 64]; cos, sin [positions, 32]. Padding rows write nothing to the pool.
-    Grid [rows, heads in blocks of 8]; a warp takes one head of one row.
+    bf16 in pairs: qkv [rows, (heads + 2 kv_heads) * 64]; cos, sin [positions, 32]. Padding rows write nothing to the
+    pool. Grid [rows, heads in blocks of 8]; a warp takes one head of one row.
     """
     let_next_start()
     wait_for_earlier()

@@ -1,7 +1,7 @@
 """Mixture of experts beside its products: the router, rows grouped by expert, and the sum over experts.
 
-A router logit is the sum of eight parts of k, each in ascending order 16 at a time, added in order; the same kernel serves
-prompts and decode rounds.
+A router logit is the sum of eight parts of k, each in ascending order 16 at a time, added in order; the same kernel
+serves prompts and decode rounds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .compiler import kernel
 from .functions import ZERO, high_half, low_half, pack, rounded, sigmoid
 from .norm import lane_sum, norm_pair, row_scale, square_sum
 from .scalar import (
-    SIMULATED,
     add,
+    atomic_add,
     ballot,
     bits_of,
     device,
@@ -30,9 +30,6 @@ from .scalar import (
     warp_largest,
 )
 from .unroll import registers, static, unrolled
-
-if not SIMULATED:
-    from .ptx import atomic_add, store_32
 
 MOST_EXPERTS = 64
 PARTS = 8  # of k, summed in order
@@ -66,7 +63,8 @@ def lowest_bit(bits):
 
 @device
 def choose(scores, choice, at, lane, experts, top_k):
-    """Top-k of line `at` of the shared arrays by a warp, as bits of two words: largest choice, of equal ones the lower id."""
+    """Top-k of line `at` of the shared arrays by a warp, as bits of two words: largest choice, of equal ones the
+    lower id."""
     low, high = np.uint32(0), np.uint32(0)
     if lane < experts:
         low = order(choice[at, lane])
@@ -192,20 +190,20 @@ def tile_logits(gate, lines, parts, tile, first, rows, hidden, experts, warp, li
 
 
 @kernel(
-    "u32* u32* f32 u32* u32* f32* i32 i32* i32* i32 i32 i32 i32 i32 f32 f32* u64 i32* f32* i32* i32* f32* i32*",
+    "u32* u32* f32 u32* u32* f32* i32 i32* i32* i32 i32 i32 i32 i32 f32 f32* u32* i32* f32* i32* i32* f32* i32*",
     threads=ROUTE_THREADS,
 )
 def norm_route(
-    h, norm_weight, eps, x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts, top_k, normalize, scaling, logits,
-    arrived, ids, weights, starts, pair_row, pair_weight, place,
+    h, norm_weight, eps, x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts, top_k, normalize,
+    scaling, logits, arrived, ids, weights, starts, pair_row, pair_weight, place,
 ):  # fmt: skip
     """x = RMSNorm of rows h, and top_k experts a row: largest r(sigmoid(r(gate x))) + bias, ties to the lower id.
 
-    h, x [rows, hidden], gate [experts, hidden] bf16 in pairs, hidden a multiple of 32. ids [rows, top_k] ascend; weights are the
-    chosen sigmoids, divided by their sum (+ 1e-6) if `normalize`, times `scaling`. Padding rows get id -1.
-    Grid [rows / 8, 1 or tiles of 16 experts], 256 threads. With a block for each tile, the last of a row block to arrive
-    chooses: logits [rows, 64] is scratch, arrived [rows / 8] counts and is 0 before and after. A single row block also
-    groups the rows by expert (see `group_rows`).
+    h, x [rows, hidden], gate [experts, hidden] bf16 in pairs, hidden a multiple of 32. ids [rows, top_k] ascend;
+    weights are the chosen sigmoids, divided by their sum (+ 1e-6) if `normalize`, times `scaling`. Padding rows get
+    id -1. Grid [rows / 8, 1 or tiles of 16 experts], 256 threads. With a block for each tile, the last of a row block
+    to arrive chooses: logits [rows, 64] is scratch, arrived [rows / 8] counts and is 0 before and after. A single row
+    block also groups the rows by expert (see `group_rows`).
     """
     lines = cuda.shared.array(LINES_WORDS, np.uint32)
     parts = cuda.shared.array((PARTS, TILE, ROUTE_ROWS), np.float32)
@@ -241,10 +239,10 @@ def norm_route(
     if spread:
         if thread == 0:
             cuda.threadfence()
-            before = atomic_add(arrived + np.uint64(4 * cuda.blockIdx.x), np.uint32(1))
+            before = atomic_add(arrived, cuda.blockIdx.x, np.uint32(1))
             last[0] = np.int32(before + np.uint32(1) == np.uint32(cuda.gridDim.y))
             if last[0] == 1:
-                store_32(arrived + np.uint64(4 * cuda.blockIdx.x), np.uint32(0))
+                arrived[cuda.blockIdx.x] = np.uint32(0)
                 cuda.threadfence()
         cuda.syncthreads()
         if last[0] == 0:
@@ -257,14 +255,26 @@ def norm_route(
     padding = seg_slot[row_segment[row]] < 0
     # a warp past the last row repeats that row, and writes the same
     number, weight = write_choice(
-        scores, row - first, lane, chosen_low, chosen_high, normalize, scaling, padding, ids, weights, np.int64(row) * top_k
+        scores,
+        row - first,
+        lane,
+        chosen_low,
+        chosen_high,
+        normalize,
+        scaling,
+        padding,
+        ids,
+        weights,
+        np.int64(row) * top_k,
     )
     if cuda.gridDim.x == 1:
         if lane < top_k and first + warp < rows:
             chosen_ids[warp * top_k + lane] = number
             chosen_weights[warp * top_k + lane] = weight
         cuda.syncthreads()
-        group_few(chosen_ids, chosen_weights, rows * top_k, top_k, experts, thread, starts, pair_row, pair_weight, place)
+        group_few(
+            chosen_ids, chosen_weights, rows * top_k, top_k, experts, thread, starts, pair_row, pair_weight, place
+        )
 
 
 @device
@@ -301,7 +311,8 @@ def group_rows(ids, weights, rows, top_k, experts, starts, pair_row, pair_weight
     """Rows by expert: expert e's are pair_row[starts[e]:starts[e + 1]], ascending, with their weights in pair_weight;
     place[row, j] is where row's j-th expert is.
 
-    Padding rows are nobody's and get place -1. Grid [experts], 256 threads; a block counts what comes before its expert.
+    Padding rows are nobody's and get place -1. Grid [experts], 256 threads; a block counts what comes before its
+    expert.
     """
     let_next_start()
     wait_for_earlier()
@@ -374,7 +385,9 @@ def expert_sum(y, place, residual, row, piece, pieces, top_k):
         words = registers(16, np.uint32(0))
         for i in static(4):
             if at[i] >= 0:
-                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = load4(y, (np.int64(at[i]) * pieces + piece) * 4)
+                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = load4(
+                    y, (np.int64(at[i]) * pieces + piece) * 4
+                )
         for i in static(4):
             if at[i] >= 0:
                 s0, s1 = plus(s0, words[4 * i]), plus(s1, words[4 * i + 1])
@@ -384,7 +397,8 @@ def expert_sum(y, place, residual, row, piece, pieces, top_k):
 
 @kernel("u32* i32* u32* i32 i32 u32*", threads=256)
 def combine_experts(y, place, residual, top_k, hidden, out):
-    """out = residual + the row's weighted experts, bf16 [rows, hidden]. Grid [rows], 256 threads. `out` may be `residual`."""
+    """out = residual + the row's weighted experts, bf16 [rows, hidden]. Grid [rows], 256 threads. `out` may be
+    `residual`."""
     let_next_start()
     wait_for_earlier()
     row = cuda.blockIdx.x
@@ -396,7 +410,8 @@ def combine_experts(y, place, residual, top_k, hidden, out):
 
 @kernel("u32* i32* u32* i32 u32* f32 i32 u32* u32*", threads=256)
 def combine_experts_norm(y, place, residual, top_k, norm_weight, eps, hidden, out, normed):
-    """`combine_experts`, and the RMSNorm of its result for the next layer; hidden is at most 2048. Grid [rows], 256 threads."""
+    """`combine_experts`, and the RMSNorm of its result for the next layer; hidden is at most 2048. Grid [rows], 256
+    threads."""
     let_next_start()
     wait_for_earlier()
     partial = cuda.shared.array(256, np.float32)
@@ -414,4 +429,6 @@ def combine_experts_norm(y, place, residual, top_k, norm_weight, eps, hidden, ou
         squares = square_sum(a, b, c, d)
     scale = row_scale(lane_sum(ZERO, squares, partial), hidden, eps)
     if piece < pieces:
-        store4(normed, at, norm_pair(a, e, scale), norm_pair(b, f, scale), norm_pair(c, g, scale), norm_pair(d, h, scale))
+        store4(
+            normed, at, norm_pair(a, e, scale), norm_pair(b, f, scale), norm_pair(c, g, scale), norm_pair(d, h, scale)
+        )

@@ -1,7 +1,7 @@
 """Drawing tokens and their log-probabilities, one block a row. Of equal logits the lower id comes first everywhere.
 
-A weight exp((z - largest) / temperature) is held as a whole number of 2**-40. Sums of whole numbers don't depend on their
-order, so any thread may add any part of a row, atomically too, and a row's draw has one value.
+A weight exp((z - largest) / temperature) is held as a whole number of 2**-40. Sums of whole numbers don't depend on
+their order, so any thread may add any part of a row, atomically too, and a row's draw has one value.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def kept_mass(z, start, vocab, largest, temperature, limit, ties, sums):
 def select(z, start, vocab, largest, temperature, counting, limit, need, sums, low, high, found):
     """The shortest run of logits, in order, that amounts to `need`: (order of its last, how many of that order).
 
-    The amount of a logit is 1 where `counting`, else its weight. Only logits up to order `limit` take part. First by bins
-    of equal width in the logit, which spread the work, then within one bin by bins of the exact order.
+    The amount of a logit is 1 where `counting`, else its weight. Only logits up to order `limit` take part. First by
+    bins of equal width in the logit, which spread the work, then within one bin by bins of the exact order.
     """
     thread = cuda.threadIdx.x
     if thread == 0:
@@ -379,7 +379,8 @@ def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random
 
 @device
 def penalized(value, repetition, presence, frequency, count):
-    """Repetition penalty of a token of prompt or output (arXiv 1909.05858), then OpenAI's two for `count` in the output."""
+    """Repetition penalty of a token of prompt or output (arXiv 1909.05858), then OpenAI's two for `count` in the
+    output."""
     value = div(value, repetition) if value > ZERO else mul(value, repetition)
     if count > 0:
         value = sub(sub(value, presence), mul(frequency, np.float32(count)))
@@ -388,8 +389,8 @@ def penalized(value, repetition, presence, frequency, count):
 
 @device
 def adjust(
-    logits, z, start, vocab, bias_first, bias_last, bias_id, bias_value, ban_first, ban_last, ban_id, penalised, repetition,
-    presence, frequency, prompt_seen, output_count, table, ahead_first, ahead_last, ahead_id,
+    logits, z, start, vocab, bias_first, bias_last, bias_id, bias_value, ban_first, ban_last, ban_id, penalised,
+    repetition, presence, frequency, prompt_seen, output_count, table, ahead_first, ahead_last, ahead_id,
 ):  # fmt: skip
     """z = the row's logits with biases, bans and penalties."""
     thread = cuda.threadIdx.x
@@ -397,11 +398,11 @@ def adjust(
         z[start + at] = logits[start + at]
     cuda.syncthreads()
     for i in range(bias_first + thread, bias_last, THREADS):
-        if 0 <= bias_id[i] and bias_id[i] < vocab:
+        if bias_id[i] >= 0 and bias_id[i] < vocab:
             z[start + bias_id[i]] = add(z[start + bias_id[i]], bias_value[i])
     cuda.syncthreads()
     for i in range(ban_first + thread, ban_last, THREADS):
-        if 0 <= ban_id[i] and ban_id[i] < vocab:
+        if ban_id[i] >= 0 and ban_id[i] < vocab:
             z[start + ban_id[i]] = LOWEST
     cuda.syncthreads()
     if penalised:
@@ -417,7 +418,9 @@ def adjust(
 
 @device
 @unrolled
-def log_probabilities(logits, start, vocab, token, top_n, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums):
+def log_probabilities(
+    logits, start, vocab, token, top_n, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums
+):
     """Log-probability and rank of `token`, and the `top_n` best ids with theirs, normalised over [0, vocab)."""
     thread = cuda.threadIdx.x
     largest, _ = first_of(logits, start, vocab, np.float32(np.inf), np.int32(-1), values, ids)
@@ -459,20 +462,20 @@ def nothing_asked(row, most, first, logprob, rank, top_ids, top_logprobs):
 
 
 @kernel(
-    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* i32* u8* i32* i32* i32* f32* i32* i32* i32* i32* i32* "
-    "i32 i32* i32* f32* i32* i32* f32*",
+    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* i32* u8* i32* i32* i32* f32* i32* i32* "
+    "i32* i32* i32* i32 i32* i32* f32* i32* i32* f32*",
     threads=THREADS,
 )
 def sample(
-    logits, width, vocab, adjusted, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice, position,
-    slot, certain, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id, ahead_start, ahead_id, top_n, most,
-    drawn, token, logprob, rank, top_ids, top_logprobs,
+    logits, width, vocab, adjusted, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice,
+    position, slot, certain, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id,
+    ahead_start, ahead_id, top_n, most, drawn, token, logprob, rank, top_ids, top_logprobs,
 ):  # fmt: skip
     """One token a row of logits [rows, width]; the controls are batch.SampleRows. Grid [rows].
 
-    certain [rows]: where 1, the drawn token is the stream's next: it goes to drawn [slots], for the next round, and where a
-    penalty is on is added to output_count. A row whose slot is -1 is padding and gets token 0. most: width of top_ids and
-    top_logprobs. adjusted: scratch [rows, width].
+    certain [rows]: where 1, the drawn token is the stream's next: it goes to drawn [slots], for the next round, and
+    where a penalty is on is added to output_count. A row whose slot is -1 is padding and gets token 0. most: width of
+    top_ids and top_logprobs. adjusted: scratch [rows, width].
     """
     values = cuda.shared.array(THREADS, np.float32)
     ids = cuda.shared.array(THREADS, np.int32)
@@ -495,8 +498,8 @@ def sample(
     if penalised or bias_start[row + 1] > bias_start[row] or ban_start[row + 1] > ban_start[row]:
         adjust(
             logits, adjusted, start, vocab, bias_start[row], bias_start[row + 1], bias_id, bias_value, ban_start[row],
-            ban_start[row + 1], ban_id, penalised, repetition[row], presence[row], frequency[row], prompt_seen, output_count,
-            table, ahead_start[row], ahead_start[row + 1], ahead_id,
+            ban_start[row + 1], ban_id, penalised, repetition[row], presence[row], frequency[row], prompt_seen,
+            output_count, table, ahead_start[row], ahead_start[row + 1], ahead_id,
         )  # fmt: skip
         z = adjusted
     largest, chosen = first_of(z, start, vocab, np.float32(np.inf), np.int32(-1), values, ids)
@@ -540,6 +543,6 @@ def token_logprobs(logits, width, vocab, targets, top_n, most, logprob, rank, to
     row = cuda.blockIdx.x
     nothing_asked(row, most, max(top_n[row], 0), logprob, rank, top_ids, top_logprobs)
     log_probabilities(
-        logits, np.int64(row) * width, vocab, targets[row], top_n[row], most, row, logprob, rank, top_ids, top_logprobs,
-        values, ids, sums,
+        logits, np.int64(row) * width, vocab, targets[row], top_n[row], most, row, logprob, rank, top_ids,
+        top_logprobs, values, ids, sums,
     )  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import cuda
+from numba.core import config
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
-from numba.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
@@ -103,6 +103,17 @@ def _stores_4(space: str) -> Any:
     return intrinsic(op)
 
 
+@intrinsic
+def _atomic_add(typingctx, array, index, value):
+    def codegen(context, builder, sig, args):
+        at = address_of(sig.args[0], context, builder, args[0], args[1])
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(64), ir.IntType(32)])
+        text = "atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;"
+        return builder.call(ir.InlineAsm(kind, text, "=r,l,r,~{memory}", side_effect=True), [at, args[2]])
+
+    return types.uint32(array, types.int64, types.uint32), codegen
+
+
 def _simulated() -> dict[str, Any]:
     f32, u32 = np.float32, np.uint32
 
@@ -121,6 +132,11 @@ def _simulated() -> dict[str, Any]:
 
     def load4(array: Any, index: Any) -> Any:
         return tuple(u32(array[int(index) + i]) for i in range(4))
+
+    def atomic_add(array: Any, index: Any, value: Any) -> Any:
+        before = u32(array[int(index)])
+        array[int(index)] = before + u32(value)
+        return before
 
     def store4(array: Any, index: Any, *values: Any) -> None:
         for i, value in enumerate(values):
@@ -207,6 +223,7 @@ def _simulated() -> dict[str, Any]:
         "ballot": ballot,
         "shuffle_xor": shuffle_xor,
         "mma": mma,
+        "atomic_add": atomic_add,
         "load4": load4,
         "store4": store4,
         "load4_shared": load4,
@@ -239,15 +256,21 @@ warp_largest = instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", "r", "r", m
 ballot = instruction(
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", "r", "r", memory=True
 )
-# Programmatic dependent launch [9.7.13.12-13]: the next kernel may begin; wait for the end of the one before. A kernel that
+# Programmatic dependent launch [9.7.13.12-13]: the next kernel may begin; wait for the end of the one before. A
+# kernel that
 # may be launched that way waits before it touches what others write or read.
 let_next_start = instruction("griddepcontrol.launch_dependents;", "", memory=True)
 wait_for_earlier = instruction("griddepcontrol.wait;", "", memory=True)
-# 16 bytes at array[index:index + 4] (uint32, 16-byte aligned) in global memory, and in a shared array [9.7.9.8, 9.7.9.11]
+# 16 bytes at array[index:index + 4] (uint32, 16-byte aligned) in global memory, and in a shared array [9.7.9.8,
+# 9.7.9.11]
 load4, store4 = _loads_4(".global"), _stores_4(".global")
+# adds to array[index] in global memory and gives what was there, with acquire and release [9.7.13.3]
+atomic_add = _atomic_add
 load4_shared, store4_shared = _loads_4(""), _stores_4("")
-# c[16, 8] + a[16, 16] b[16, 8] of a warp in bf16, float32 sums [9.7.14.5.8]. Lane l: a0..a3 = pairs of rows l / 4 and l / 4 + 8
-# at k = 2 (l % 4), then at k + 8; b0, b1 = pairs of column l / 4; c0..c3 = row l / 4, then + 8, at columns 2 (l % 4), + 1
+# c[16, 8] + a[16, 16] b[16, 8] of a warp in bf16, float32 sums [9.7.14.5.8]. Lane l: a0..a3 = pairs of rows l / 4 and
+# l / 4 + 8
+# at k = 2 (l % 4), then at k + 8; b0, b1 = pairs of column l / 4; c0..c3 = row l / 4, then + 8, at columns 2 (l % 4),
+# + 1
 mma = instruction(
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
     "rrrrrrffff",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from .driver import ITEM_BYTES, CudaOutOfMemory, DeviceArray
 
@@ -36,8 +37,10 @@ class Scratch:
                 else:
                     self._free[i] = (offset + size, free - size)
                 array = DeviceArray(self._memory.pointer + offset, tuple(shape), dtype)
-                return Activations(array, lambda: self._release(offset, size))
-        raise CudaOutOfMemory(f"a step needs {size:,} bytes more than the {self.nbytes:,} bytes of scratch; {self.free_bytes:,} are free")
+                return Activations(array, partial(self._release, offset, size))
+        raise CudaOutOfMemory(
+            f"a step needs {size:,} bytes more than the {self.nbytes:,} bytes of scratch; {self.free_bytes:,} are free"
+        )
 
     def _release(self, offset: int, size: int) -> None:
         at = bisect.bisect(self._free, (offset, size))
@@ -50,12 +53,15 @@ class Scratch:
 class Activations:
     """An array in scratch memory, given back when nobody refers to it any more.
 
-    A slice keeps the whole. While it is `pending`, `finish` has yet to queue what fills the array (see CudaBackend.moe).
+    A slice keeps the whole. While it is `pending`, `finish` has yet to queue what fills the array (see
+    CudaBackend.moe).
     """
 
     __slots__ = ("__weakref__", "_array", "_release", "_whole", "pending")
 
-    def __init__(self, array: DeviceArray, release: Callable[[], None] | None, whole: Activations | None = None) -> None:
+    def __init__(
+        self, array: DeviceArray, release: Callable[[], None] | None, whole: Activations | None = None
+    ) -> None:
         self._array = array
         self._release = release
         self._whole = whole

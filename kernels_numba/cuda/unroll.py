@@ -39,7 +39,9 @@ class _Unroll(ast.NodeTransformer):
     def value(self, node: ast.expr) -> Any:
         """The value of an expression over known numbers; NameError where another name takes part."""
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        if any(isinstance(n, ast.Call | ast.Attribute | ast.Subscript) for n in ast.walk(node)) or not names <= set(self.known):
+        if any(isinstance(n, ast.Call | ast.Attribute | ast.Subscript) for n in ast.walk(node)) or not names <= set(
+            self.known
+        ):
             raise NameError(ast.unparse(node))
         return eval(compile(ast.Expression(node), "<static>", "eval"), {}, dict(self.known))
 
@@ -155,7 +157,11 @@ class _Unroll(ast.NodeTransformer):
 
 
 def _copy(node: Any) -> Any:
-    return ast.parse(ast.unparse(node)).body[0] if isinstance(node, ast.stmt) else ast.parse(ast.unparse(node)).body[0].value
+    return (
+        ast.parse(ast.unparse(node)).body[0]
+        if isinstance(node, ast.stmt)
+        else ast.parse(ast.unparse(node)).body[0].value
+    )
 
 
 def unrolled(function: Callable[..., Any] | None = None, **known: Any) -> Any:
@@ -177,5 +183,9 @@ def unrolled(function: Callable[..., Any] | None = None, **known: Any) -> Any:
     space: dict[str, Any] = {}
     exec(compile(text, file, "exec"), function.__globals__, space)
     result = space[function.__name__]
-    result.__module__, result.__qualname__, result.__doc__ = function.__module__, function.__qualname__, function.__doc__
+    result.__module__, result.__qualname__, result.__doc__ = (
+        function.__module__,
+        function.__qualname__,
+        function.__doc__,
+    )
     return result

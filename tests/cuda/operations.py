@@ -1,6 +1,6 @@
 """What each kernel beside the products must do, against the NumPy twins. The same checks run on a GPU and, for kernels
-without tensor cores, in Numba's CUDA simulator: `run(kernel, grid, block, *arguments, shared=0)` launches a kernel on NumPy
-arrays and leaves its results in them."""
+without tensor cores, in Numba's CUDA simulator: `run(kernel, grid, block, *arguments, shared=0)` launches a kernel on
+NumPy arrays and leaves its results in them."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def check_attention_inputs(run: Run, rng: np.random.Generator, heads: int, kv_he
     cos, sin = rope.rope_tables(1e6, length)
     q, pool = poisoned(rows * heads * 64), poisoned(pages.size * layers * 2 * kv_heads * PAGE_ROWS * 64)
     run(
-        rope.attention_inputs, (rows, -(-every // rope.WARPS)), rope.THREADS, pairs(qkv), pairs(q_norm), pairs(k_norm), EPS,
-        pairs(cos), pairs(sin), pool, i32(layer), i32(layers), batch.positions, batch.row_segment, batch.seg_slot,
+        rope.attention_inputs, (rows, -(-every // rope.WARPS)), rope.THREADS, pairs(qkv), pairs(q_norm), pairs(k_norm),
+        EPS, pairs(cos), pairs(sin), pool, i32(layer), i32(layers), batch.positions, batch.row_segment, batch.seg_slot,
         pages.reshape(-1), i32(pages.shape[1]), i32(heads), i32(kv_heads), q,
     )  # fmt: skip
     twin, history = Reference("bfloat16"), reference.History({})
@@ -140,9 +140,9 @@ def check_conv(run: Run, rng: np.random.Generator, hidden: int, steps: list[list
         bcx = normal(rng, rows, 3 * hidden)
         out = poisoned(rows * hidden)
         run(
-            conv.short_conv, (-(-rows // tile), -(-hidden // 2 // conv.THREADS)), conv.THREADS, pairs(bcx), pairs(weight.T), ring,
-            i32(layer), i32(slots), batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, i32(rows), i32(hidden),
-            i32(tile), out,
+            conv.short_conv, (-(-rows // tile), -(-hidden // 2 // conv.THREADS)), conv.THREADS, pairs(bcx),
+            pairs(weight.T), ring, i32(layer), i32(slots), batch.positions, batch.row_segment, batch.seg_start,
+            batch.seg_slot, i32(rows), i32(hidden), i32(tile), out,
         )  # fmt: skip
         close(values_of(out, rows, hidden)[:real], twin.short_conv(bcx[:real], weight, history, layer, batch))
         kept = ring.view(np.uint16).reshape(layers, slots, 32, hidden)
@@ -154,9 +154,17 @@ def check_conv(run: Run, rng: np.random.Generator, hidden: int, steps: list[list
 
 
 def check_routing(
-    run: Run, rng: np.random.Generator, rows: int, experts: int, top_k: int, hidden: int, chooser: Any = None, spread: bool = True
+    run: Run,
+    rng: np.random.Generator,
+    rows: int,
+    experts: int,
+    top_k: int,
+    hidden: int,
+    chooser: Any = None,
+    spread: bool = True,
 ) -> None:
-    """Norm, choice, grouping and sum. chooser: a kernel of (logits, bias, top_k, ids, weights) in place of norm_route."""
+    """Norm, choice, grouping and sum. chooser: a kernel of (logits, bias, top_k, ids, weights) in place of
+    norm_route."""
     bias = (rng.standard_normal(experts) * 1e-2).astype(np.float32)
     segment, slot = np.arange(rows, dtype=i32), np.zeros(rows, i32)
     padding = [r for r in range(rows) if r % 7 == 3]
@@ -170,14 +178,15 @@ def check_routing(
         h, gate, w = normal(rng, rows, hidden), normal(rng, experts, hidden, scale=hidden**-0.5), normal(rng, hidden)
         x, plain = poisoned(rows * hidden), poisoned(rows * hidden)
         arguments = [
-            pairs(gate), bias, i32(1), segment, slot, i32(rows), i32(hidden), i32(experts), i32(top_k), i32(1), np.float32(1),
+            pairs(gate), bias, i32(1), segment, slot, i32(rows), i32(hidden), i32(experts), i32(top_k), i32(1),
+            np.float32(1),
         ]  # fmt: skip
         blocks = -(-rows // route.ROUTE_ROWS)
         tiles = -(-experts // route.TILE) if spread and blocks <= route.SPREAD_BLOCKS else 1
         scratch, arrived = np.full(blocks * 8 * 64, np.nan, np.float32), np.zeros(blocks, np.uint32)
         run(
-            route.norm_route, (blocks, tiles), route.ROUTE_THREADS, pairs(h), pairs(w), EPS, x, *arguments, scratch, arrived, ids,
-            weights, starts, pair_row, pair_weight, place,
+            route.norm_route, (blocks, tiles), route.ROUTE_THREADS, pairs(h), pairs(w), EPS, x, *arguments, scratch,
+            arrived, ids, weights, starts, pair_row, pair_weight, place,
         )  # fmt: skip
         assert not arrived.any()
         run(norm.rms_norm, rows, norm.THREADS, pairs(h), pairs(w), EPS, i32(hidden), plain)
@@ -191,16 +200,30 @@ def check_routing(
         row = live[-1]
         alone, alone_weights = np.full(top_k, 77, i32), np.full(top_k, np.nan, np.float32)
         arguments[3:6] = [np.zeros(1, i32), np.zeros(1, i32), i32(1)]
-        none = [np.full(experts + 1, -9, i32), np.full(top_k, -9, i32), np.full(top_k, np.nan, np.float32), np.full(top_k, -9, i32)]
+        none = [
+            np.full(experts + 1, -9, i32),
+            np.full(top_k, -9, i32),
+            np.full(top_k, np.nan, np.float32),
+            np.full(top_k, -9, i32),
+        ]
         run(
-            route.norm_route, 1, route.ROUTE_THREADS, pairs(h[row]), pairs(w), EPS, poisoned(hidden), *arguments, scratch, arrived,
-            alone, alone_weights, *none,
+            route.norm_route, 1, route.ROUTE_THREADS, pairs(h[row]), pairs(w), EPS, poisoned(hidden), *arguments,
+            scratch, arrived, alone, alone_weights, *none,
         )  # fmt: skip
         assert np.array_equal(alone, ids.reshape(rows, top_k)[row])
         assert np.array_equal(alone_weights, weights.reshape(rows, top_k)[row])
     else:
         logits = round_bf16(rng.standard_normal((rows, experts)) * 0.05)  # many ties
-        run(chooser, rows, 32, logits.astype(np.float32), bias, i32(top_k), ids.reshape(rows, top_k), weights.reshape(rows, top_k))
+        run(
+            chooser,
+            rows,
+            32,
+            logits.astype(np.float32),
+            bias,
+            i32(top_k),
+            ids.reshape(rows, top_k),
+            weights.reshape(rows, top_k),
+        )
         ids.reshape(rows, top_k)[padding] = -1
     twin.linear = lambda x, gate, residual=None: round_bf16(logits)  # type: ignore[method-assign]
     expected, expected_weights = twin.moe_route(logits, None, bias, top_k, True, 1.0)
@@ -212,8 +235,8 @@ def check_routing(
     close(weights[same], expected_weights[same])
 
     run(
-        route.group_rows, experts, route.GROUP_THREADS, ids.reshape(-1).copy(), weights.reshape(-1).copy(), i32(rows), i32(top_k),
-        i32(experts), starts, pair_row, pair_weight, place,
+        route.group_rows, experts, route.GROUP_THREADS, ids.reshape(-1).copy(), weights.reshape(-1).copy(), i32(rows),
+        i32(top_k), i32(experts), starts, pair_row, pair_weight, place,
     )  # fmt: skip
     members = [[(r, j) for r in range(rows) for j in range(top_k) if ids[r, j] == e] for e in range(experts)]
     assert starts.tolist() == np.cumsum([0] + [len(m) for m in members]).tolist()
@@ -221,7 +244,10 @@ def check_routing(
     assert pair_row[: len(flat)].tolist() == [r for r, _ in flat]
     assert pair_weight[: len(flat)].tolist() == [weights[pair] for pair in flat]
     if chooser is None and blocks == 1:
-        assert all(np.array_equal(a[: len(b)], b) for a, b in zip(few, (starts, pair_row[: len(flat)], pair_weight[: len(flat)], place), strict=True))
+        assert all(
+            np.array_equal(a[: len(b)], b)
+            for a, b in zip(few, (starts, pair_row[: len(flat)], pair_weight[: len(flat)], place), strict=True)
+        )
     where = {pair: i for i, pair in enumerate(flat)}
     assert place.tolist() == [where.get((r, j), -1) for r in range(rows) for j in range(top_k)]
 
@@ -232,7 +258,20 @@ def check_routing(
     words[len(flat) :] = 0x7FFF
     words = words.reshape(-1).view(np.uint32)
     run(route.combine_experts, rows, 256, words, place, pairs(h), i32(top_k), i32(hidden), out)
-    run(route.combine_experts_norm, rows, 256, words, place, pairs(h), i32(top_k), pairs(w), EPS, i32(hidden), fused, normed)
+    run(
+        route.combine_experts_norm,
+        rows,
+        256,
+        words,
+        place,
+        pairs(h),
+        i32(top_k),
+        pairs(w),
+        EPS,
+        i32(hidden),
+        fused,
+        normed,
+    )
     expected = h.copy()
     for row in live:
         total = np.float32(0)
@@ -284,15 +323,18 @@ def attention_by_rows(run: Run, streams: Streams, q: Array, batch: Batch, group:
     tiles = [(r, min(tile, b - r)) for s, (a, b) in enumerate(starts) if slots[s] >= 0 for r in range(a, b, tile)]
     out = poisoned(q.size)
     run(
-        attention.attention_rows, (len(tiles), streams.kv_heads), 32 * attention.WARPS, pairs(q), streams.pool, i32(streams.layer),
-        i32(streams.layers), i32(streams.kv_heads), i32(group), batch.positions, batch.row_segment, batch.seg_slot,
-        streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]), np.array([t[0] for t in tiles], i32),
-        np.array([t[1] for t in tiles], i32), out, shared=4 * attention.RANGE_BYTES,
+        attention.attention_rows, (len(tiles), streams.kv_heads), 32 * attention.WARPS, pairs(q), streams.pool,
+        i32(streams.layer), i32(streams.layers), i32(streams.kv_heads), i32(group), batch.positions, batch.row_segment,
+        batch.seg_slot, streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]),
+        np.array([t[0] for t in tiles], i32), np.array([t[1] for t in tiles], i32), out,
+        shared=4 * attention.RANGE_BYTES,
     )  # fmt: skip
     return out
 
 
-def attention_by_ranges(run: Run, streams: Streams, q: Array, batch: Batch, group: int, blocks: int) -> NDArray[np.uint32]:
+def attention_by_ranges(
+    run: Run, streams: Streams, q: Array, batch: Batch, group: int, blocks: int
+) -> NDArray[np.uint32]:
     rows, heads = len(batch.tokens), streams.kv_heads * group
     start = np.full(rows + 1, -9, i32)
     run(attention.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, i32(rows), start)
@@ -301,9 +343,10 @@ def attention_by_ranges(run: Run, streams: Streams, q: Array, batch: Batch, grou
     ranges = int(start[-1])
     partial, scale = np.full(ranges * heads * 64, np.nan, np.float32), np.full(ranges * heads * 2, np.nan, np.float32)
     run(
-        attention.attention_ranges, (blocks, streams.kv_heads), 32, pairs(q), streams.pool, i32(streams.layer), i32(streams.layers),
-        i32(streams.kv_heads), i32(group), batch.positions, batch.row_segment, batch.seg_slot, streams.pages.reshape(-1).copy(),
-        i32(streams.pages.shape[1]), i32(rows), start, partial, scale, shared=2 * attention.RANGE_BYTES,
+        attention.attention_ranges, (blocks, streams.kv_heads), 32, pairs(q), streams.pool, i32(streams.layer),
+        i32(streams.layers), i32(streams.kv_heads), i32(group), batch.positions, batch.row_segment, batch.seg_slot,
+        streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]), i32(rows), start, partial, scale,
+        shared=2 * attention.RANGE_BYTES,
     )  # fmt: skip
     out = poisoned(q.size)
     run(attention.attention_merge, (rows, heads), 32, partial, scale, start, i32(heads), out)
@@ -377,7 +420,19 @@ def random_controls(rng: np.random.Generator, n: int, width: int, vocab: int) ->
     )
 
 
-CONTROLS = ("temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed", "choice", "position", "slot")
+CONTROLS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition",
+    "presence",
+    "frequency",
+    "seed",
+    "choice",
+    "position",
+    "slot",
+)
 LISTS = ("bias_start", "bias_id", "bias_value", "ban_start", "ban_id", "ahead_start", "ahead_id", "top_n")
 
 
@@ -391,9 +446,10 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
     counts = rows.output_count.copy().reshape(-1)
     certain = rng.integers(0, 2, n).astype(i32)
     run(
-        sample.sample, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab), np.full(n * width, np.nan, np.float32),
-        *(getattr(rows, name) for name in CONTROLS), certain, rows.prompt_seen.reshape(-1), counts, *(getattr(rows, name) for name in LISTS),
-        i32(most), drawn, token, logprob, rank, top_ids, top,
+        sample.sample, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab),
+        np.full(n * width, np.nan, np.float32), *(getattr(rows, name) for name in CONTROLS), certain,
+        rows.prompt_seen.reshape(-1), counts, *(getattr(rows, name) for name in LISTS), i32(most), drawn, token,
+        logprob, rank, top_ids, top,
     )  # fmt: skip
     for row in range(n):
         allowed = possible_draws(logits, rows, row)
@@ -414,12 +470,16 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
     again = np.full(n, -7, i32)
     targets, top_n = token.copy(), np.full(n, 2, i32)
     run(
-        sample.token_logprobs, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab), targets, top_n, i32(most), logprob,
-        again, top_ids, top,
+        sample.token_logprobs, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab), targets, top_n,
+        i32(most), logprob, again, top_ids, top,
     )  # fmt: skip
     for row in range(n):
         value, place, ids, _ = reference.log_probabilities(logits[row], vocab, int(token[row]), 2)
-        assert abs(logprob[row] - value) < 2e-5 and again[row] == place and top_ids.reshape(n, most)[row].tolist() == [*ids, -1]
+        assert (
+            abs(logprob[row] - value) < 2e-5
+            and again[row] == place
+            and top_ids.reshape(n, most)[row].tolist() == [*ids, -1]
+        )
 
 
 def possible_draws(logits: Array, rows: SampleRows, row: int) -> set[int]:

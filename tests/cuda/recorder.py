@@ -67,9 +67,13 @@ class Recorder:
 def _bind(
     device: Recorder, kernel: Any, grid: Any, block: int, arguments: Any, shared: int = 0, dependent: bool = False
 ) -> Any:
-    assert len(arguments) == len(kernel.arguments), f"{kernel.name}: {len(arguments)} of {len(kernel.arguments)} arguments"
+    assert len(arguments) == len(kernel.arguments), (
+        f"{kernel.name}: {len(arguments)} of {len(kernel.arguments)} arguments"
+    )
     assert block <= kernel.threads and shared <= kernel.dynamic_shared
-    assert all(1 <= side < 1 << 31 for side in (grid if isinstance(grid, tuple) else (grid,))), f"{kernel.name}: grid {grid}"
+    assert all(1 <= side < 1 << 31 for side in (grid if isinstance(grid, tuple) else (grid,))), (
+        f"{kernel.name}: grid {grid}"
+    )
     sizes = {"bf16*": 2, "u32*": (2, 4), "i32*": 4, "f32*": 4, "u8*": 1, "u64*": 8, "i64*": 8}
     for value, kind in zip(arguments, kernel.arguments, strict=True):
         if kind.endswith("*") and isinstance(value, DeviceArray):
@@ -81,5 +85,7 @@ def _bind(
         elif kind in ("i32", "u32", "i64", "f32"):
             assert isinstance(value, int | float | np.integer | np.floating), f"{kernel.name}: {value!r} for {kind}"
         else:
-            assert hasattr(value, "pointer") or isinstance(value, int) or value is None, f"{kernel.name}: {value!r} for {kind}"
+            assert hasattr(value, "pointer") or isinstance(value, int) or value is None, (
+                f"{kernel.name}: {value!r} for {kind}"
+            )
     return SimpleNamespace(run=lambda stream: device.launched.append(kernel.name))

@@ -11,7 +11,7 @@ import pytest
 
 import kernels_numba.cuda as backend_module
 from kernels_numba.batch import SampleRows
-from kernels_numba.cuda import graph, inputs
+from kernels_numba.cuda import graph, inputs, memory
 from kernels_numba.cuda.driver import CudaOutOfMemory
 from kernels_numba.cuda.scratch import Scratch
 from tests.cuda.recorder import Recorder
@@ -33,8 +33,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         device.launched.append(function)
 
     staging = SimpleNamespace(upload=lambda to, array: None, stream=None, finish=lambda: None, close=lambda: None)
-    monkeypatch.setattr(backend_module, "Device", SimpleNamespace(open=lambda ordinal: device))
-    monkeypatch.setattr(backend_module, "Staging", lambda device: staging)
+    monkeypatch.setattr(memory, "Device", SimpleNamespace(open=lambda ordinal: device))
+    monkeypatch.setattr(memory, "Staging", lambda device: staging)
     for module in (backend_module, inputs, graph):
         monkeypatch.setattr(module, "PinnedBuffer", Pinned)
     for module in (inputs, graph):
@@ -112,7 +112,14 @@ def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, r
         return network.model.logits(network.model.forward(batch, network.states))
 
     rounds = graph.DecodeRounds(
-        be, forward, network.tables, buckets=(1, 4), vocab=vocab, page_table=network.page_table, ranges=64, most_ranges=12
+        be,
+        forward,
+        network.tables,
+        buckets=(1, 4),
+        vocab=vocab,
+        page_table=network.page_table,
+        ranges=64,
+        most_ranges=12,
     )
     batch = network.batch([(3, 130, [5]), (0, 7, [6, 7])])
     starts = np.array([0, 1, 1, 1], np.int32)
@@ -145,8 +152,8 @@ def test_what_is_made_anew_gives_up_what_was_and_close_gives_up_all(network: Net
         tables = be.penalty_tables(SLOTS, vocab)
         table = np.zeros((SLOTS, 2), np.int32)
         return be.decode_rounds(
-            lambda batch: network.model.logits(network.model.forward(batch, network.states)),
-            tables, vocab=vocab, page_table=table, slots=2, context=1024,
+            lambda batch: network.model.logits(network.model.forward(batch, network.states)), tables, vocab=vocab,
+            page_table=table, slots=2, context=1024,
         )  # fmt: skip
 
     first = made()

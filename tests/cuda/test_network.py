@@ -34,7 +34,9 @@ class Network:
         tensors = checkpoint.load(lambda _, shape, dtype: np.empty(shape, kinds[dtype]))
         self.backend = be = CudaBackend(scratch_bytes=256 << 20)
         self.model = Model(config, tensors, be, max_rows=PAGES * PAGE_ROWS)
-        self.states = StreamStates(config, be, slots=SLOTS, pages=SLOTS * PAGES, max_rows=PAGES * PAGE_ROWS, snapshot_pages=2)
+        self.states = StreamStates(
+            config, be, slots=SLOTS, pages=SLOTS * PAGES, max_rows=PAGES * PAGE_ROWS, snapshot_pages=2
+        )
         pages = np.random.default_rng(5).permutation(SLOTS * PAGES).astype(np.int32).reshape(SLOTS, PAGES)
         self.page_table = self.states.page_table
         self.page_table[:] = pages
@@ -58,7 +60,9 @@ class Network:
             page_table=self.page_table,
         )
 
-    def logits(self, segments: Sequence[tuple[int, int, Sequence[int]]], taps: Sequence[int] | None = None) -> np.ndarray:
+    def logits(
+        self, segments: Sequence[tuple[int, int, Sequence[int]]], taps: Sequence[int] | None = None
+    ) -> np.ndarray:
         """Logits of every row."""
         rows = None if taps is None else np.array(taps, np.int32)
         h = self.model.forward(self.batch(segments), self.states, rows)
@@ -89,11 +93,12 @@ def greedy(n: int, slots: Sequence[int], vocab: int, **fields: Any) -> SampleRow
     none = np.zeros(0, np.int32)
     starts = np.zeros(n + 1, np.int32)
     rows = SampleRows(
-        temperature=fill(0), top_k=fill(0, np.int32), top_p=fill(1), min_p=fill(0), repetition=fill(1), presence=fill(0),
-        frequency=fill(0), seed=fill(7, np.uint64), choice=fill(0, np.uint32), position=fill(0, np.uint32),
-        slot=np.array(slots, np.int32), prompt_seen=np.zeros((SLOTS, vocab), np.uint8),
-        output_count=np.zeros((SLOTS, vocab), np.int32), bias_start=starts, bias_id=none, bias_value=np.zeros(0, np.float32),
-        ban_start=starts, ban_id=none, ahead_start=starts, ahead_id=none, vocab=vocab, top_n=fill(-1, np.int32),
+        temperature=fill(0), top_k=fill(0, np.int32), top_p=fill(1), min_p=fill(0), repetition=fill(1),
+        presence=fill(0), frequency=fill(0), seed=fill(7, np.uint64), choice=fill(0, np.uint32),
+        position=fill(0, np.uint32), slot=np.array(slots, np.int32), prompt_seen=np.zeros((SLOTS, vocab), np.uint8),
+        output_count=np.zeros((SLOTS, vocab), np.int32), bias_start=starts, bias_id=none,
+        bias_value=np.zeros(0, np.float32), ban_start=starts, ban_id=none, ahead_start=starts, ahead_id=none,
+        vocab=vocab, top_n=fill(-1, np.int32),
     )  # fmt: skip
     return rows._replace(**fields)
 

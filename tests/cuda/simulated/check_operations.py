@@ -39,7 +39,11 @@ def test_attention_inputs(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize("tile", [1, 3, 8])
 def test_conv(rng: np.random.Generator, tile: int) -> None:
-    steps = [[(0, 0, 1), (2, 0, 37), (1, 0, 2)], [(1, 2, 1), (0, 1, 9), (2, 37, 33)], [(0, 10, 1), (1, 3, 1), (2, 70, 31)]]
+    steps = [
+        [(0, 0, 1), (2, 0, 37), (1, 0, 2)],
+        [(1, 2, 1), (0, 1, 9), (2, 37, 33)],
+        [(0, 10, 1), (1, 3, 1), (2, 70, 31)],
+    ]
     operations.check_conv(run, rng, 64, steps, tile)
 
 
@@ -62,8 +66,9 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) 
     operations.check_routing(run, rng, rows, experts, top_k, 64, Chooser)
 
 
-def test_router(rng: np.random.Generator) -> None:
-    operations.check_routing(run, rng, 5, 20, 3, 256, spread=False)
+@pytest.mark.parametrize("spread", [False, True])
+def test_router(rng: np.random.Generator, spread: bool) -> None:
+    operations.check_routing(run, rng, 5, 20, 3, 256, spread=spread)
 
 
 @pytest.mark.parametrize(("scale", "ties"), [(1.0, True), (4.0, False)])

@@ -1,0 +1,34 @@
+"""The whole engine on the CUDA backend over a device that queues nothing: every way of bench law, every launch checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from lfm2serve.bench import dummy
+from lfm2serve.bench.law import compare
+from lfm2serve.bench.throughput import measure
+from lfm2serve.devices import GPU_CHUNK, Target
+from lfm2serve.options import EngineOptions
+from tests.cuda.recorder import Recorder
+from tests.cuda.test_backend import recorder  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def target(monkeypatch: pytest.MonkeyPatch, recorder: Recorder) -> None:  # noqa: F811
+    monkeypatch.setattr(dummy, "find_device", lambda options: Target("cuda", "recorder", 130 << 30, None, GPU_CHUNK))
+
+
+@pytest.mark.parametrize("name", ["lfm2-24b-a2b", "lfm2.5-24b-a2b", "lfm2-8b-a1b", "lfm2-700m"])
+def test_prompts_rounds_drafts_and_kept_states_run_and_give_all_memory_back(
+    name: str,
+    recorder: Recorder,  # noqa: F811
+) -> None:
+    options = EngineOptions(context=1100, max_streams=4)
+    ways = list(
+        compare(name, options, lengths=[1, 17, 513, 1000], tokens=12, chunks=[64], together=[4], randoms=3, limit_s=60)
+    )
+    assert len(ways) == 10 and all(way.ok for way in ways)
+    report = measure(name, EngineOptions(), streams=[1, 32], prompts=[700], context=300, tokens=6, repeats=1)
+    assert {figure.measure for figure in report.figures} >= {"engine start", "decode, 32 streams", "prompt of 700"}
+    assert recorder.launched.count("cuGraphLaunch") > 100
+    assert sorted(recorder.allocated) == sorted(recorder.freed)
