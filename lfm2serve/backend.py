@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kernels_numba.batch import Batch, SampleResult, SampleRows
 
 Array = Any
+ARENA_SLACK = 1 << 20  # of an arena: each tensor begins on a cache line of its own
 
 
 class Pages(Protocol):
@@ -61,7 +62,7 @@ class Backend(Protocol):
 
     def weight_arena(self, nbytes: int) -> Arena: ...
 
-    def upload(self, tensors: dict[str, Any]) -> dict[str, Any]: ...
+    def upload(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]: ...
 
     def random_weights(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, Any] | None: ...
 

@@ -56,7 +56,7 @@ class _Part:
 
 
 class Checkpoint:
-    """A checkpoint whose headers have been checked against its config.json; `load` reads the weights.
+    """A checkpoint whose headers have been checked against its config.json; `load` or `stream` reads the weights.
 
     config: what config.json says, the dense feed-forward size being the tensors'. tensors: by stored name.
     weight_bytes: of the buffers that `load` fills. CheckpointError names the file and the tensor or field.
@@ -97,32 +97,46 @@ class Checkpoint:
             start += math.prod(shape)
 
     def load(self, allocate: Allocate, progress: ByteProgress | None = None) -> dict[str, Buffer]:
-        """Read every weight; returns the buffers by our names (bf16 as uint16; expert biases float32).
+        """Every weight, as `stream` gives them."""
+        return dict(self.stream(allocate, progress))
 
-        allocate(name, shape, "bf16" or "f32") gives a C-contiguous array, into which the bytes are read. `lm_head`
-        is left out where it equals `embed`. progress(bytes done, bytes in all) counts the files' bytes.
+    def stream(self, allocate: Allocate, progress: ByteProgress | None = None) -> Iterator[tuple[str, Buffer]]:
+        """Read the weights in the order of the files; gives each buffer, by our names, once it is full.
+
+        allocate(name, shape, "bf16" or "f32") gives a C-contiguous array, into which the bytes are read (bf16 as
+        uint16; expert biases float32). It is asked when a buffer's first bytes come, and a buffer that was given is not
+        looked at again. `lm_head` is left out where it equals `embed`. progress(bytes done, bytes in all) counts the
+        files' bytes.
         """
         wants = {want.buffer: want for want in self._wants}
         rounded = {p.tensor.dtype for p in self._parts if wants[p.buffer].dtype == "bf16"} - {"BF16"}
         if rounded:
             log.info("%s: weights stored as %s are rounded to bfloat16", self.path.name, " and ".join(sorted(rounded)))
-        head = wants.pop("lm_head", None)
-        buffers = {name: _allocated(allocate, want) for name, want in wants.items()}
+        left = {want.buffer: len(want.stored) for want in self._wants}
+        head = next((part.tensor for part in self._parts if part.buffer == "lm_head"), None)
+        open_buffers: dict[str, Buffer] = {}
         reader = TensorReader(sum(part.tensor.nbytes for part in self._parts), progress)
         try:
-            for part in sorted(self._parts, key=lambda part: (part.tensor.file.name, part.tensor.offset)):
-                if part.buffer in buffers:
-                    reader.read(part.tensor, buffers[part.buffer].reshape(-1)[part.start : part.start + part.size])
-            if head is not None:
-                tensor = next(part.tensor for part in self._parts if part.buffer == "lm_head")
-                if reader.equals(tensor, buffers["embed"].reshape(-1)):
-                    reader.skip(tensor)
-                else:
-                    buffers["lm_head"] = _allocated(allocate, head)
-                    reader.read(tensor, buffers["lm_head"].reshape(-1))
+            for part in sorted(self._parts, key=_place):
+                if part.buffer == "lm_head" and part.tensor is not head:
+                    continue  # equal to `embed`
+                if part.buffer not in open_buffers:
+                    open_buffers[part.buffer] = _allocated(allocate, wants[part.buffer])
+                reader.read(part.tensor, open_buffers[part.buffer].reshape(-1)[part.start : part.start + part.size])
+                left[part.buffer] -= 1
+                if left[part.buffer]:
+                    continue
+                if part.buffer == "embed" and head and reader.equals(head, open_buffers["embed"].reshape(-1)):
+                    reader.skip(head)
+                    head = None
+                yield part.buffer, open_buffers.pop(part.buffer)
         finally:
             reader.close()
-        return buffers
+
+
+def _place(part: _Part) -> tuple[bool, str, int]:
+    """Where a part's turn is: the file's order, but `lm_head` after `embed`, which it is compared with."""
+    return part.buffer == "lm_head", part.tensor.file.name, part.tensor.offset
 
 
 def _allocated(allocate: Allocate, want: _Want) -> Buffer:

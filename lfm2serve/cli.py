@@ -17,6 +17,7 @@ from typer.main import get_command
 from lfm2serve import __version__
 from lfm2serve.errors import InvalidRequest, Lfm2Error
 from lfm2serve.flags import (
+    DummyFlag,
     JsonFlag,
     ModelArgument,
     OfflineFlag,
@@ -104,6 +105,7 @@ def serve(
         str | None, typer.Option(metavar="NAME", help="Name in /v1/models.", show_default="MODEL")
     ] = None,
     offline: OfflineFlag = False,
+    dummy_weights: DummyFlag = False,
     verbose: VerboseFlag = False,
     options: EngineOptions,
 ) -> None:
@@ -117,7 +119,7 @@ def serve(
 
     announce_compiling()
     listen(host, port).close()  # an address that is taken is known before the weights are read
-    runtime = load_runtime(model, options, offline=offline, progress=LoadProgress())
+    runtime = load_runtime(model, options, offline=offline, progress=LoadProgress(), dummy_weights=dummy_weights)
     try:
         app = create_app(runtime, served_model_name=served_model_name)
         run_server(
@@ -138,6 +140,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Complete PROMPT as it is, without the chat template.")] = False,
     as_json: JsonFlag = False,
     offline: OfflineFlag = False,
+    dummy_weights: DummyFlag = False,
     verbose: VerboseFlag = False,
     options: EngineOptions,
     flags: SamplingFlags,
@@ -146,7 +149,7 @@ def generate(
     _start_logging(logging.INFO if verbose else logging.WARNING)
     text = _read_prompt(prompt)
     started = time.monotonic()
-    with _load(model, options, offline) as llm:
+    with _load(model, options, offline, dummy_weights) as llm:
         loaded = time.monotonic()
         if raw or not llm.has_chat_template:
             if system is not None:
@@ -175,13 +178,14 @@ def chat(
     *,
     system: SystemFlag = None,
     offline: OfflineFlag = False,
+    dummy_weights: DummyFlag = False,
     verbose: VerboseFlag = False,
     options: EngineOptions,
     flags: SamplingFlags,
 ) -> None:
     """Talk with MODEL; it remembers the conversation. Ctrl-C stops a reply, Ctrl-D ends. /help lists commands."""
     _start_logging(logging.INFO if verbose else logging.WARNING)
-    with _load(model, options, offline) as llm:
+    with _load(model, options, offline, dummy_weights) as llm:
         from lfm2serve.repl import ChatLoop
 
         ChatLoop(llm, llm.get_default_sampling_params().with_(**flags.given()), system).run()
@@ -194,12 +198,13 @@ def info(
     *,
     as_json: JsonFlag = False,
     offline: OfflineFlag = False,
+    dummy_weights: DummyFlag = False,
     options: EngineOptions,
 ) -> None:
     """Show MODEL's configuration, sizes and what will fit, without reading its weights."""
     from lfm2serve.describe import describe
 
-    description = describe(model, options, offline=offline)
+    description = describe(model, options, offline=offline, dummy_weights=dummy_weights)
     if as_json:
         _print_json(description.to_dict())
     else:
@@ -219,10 +224,10 @@ def _start_logging(level: int) -> None:
     logging.getLogger("lfm2serve").setLevel(level)
 
 
-def _load(model: str, options: EngineOptions, offline: bool) -> LLM:
+def _load(model: str, options: EngineOptions, offline: bool, dummy_weights: bool) -> LLM:
     from lfm2serve.llm import LLM
 
-    return LLM(model, offline=offline, progress=True, **asdict(options))
+    return LLM(model, offline=offline, progress=True, dummy_weights=dummy_weights, **asdict(options))
 
 
 def _read_prompt(prompt: str) -> str:

@@ -6,23 +6,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lfm2serve.chat.template import ChatTemplate
-from lfm2serve.chat.tokenizer import Tokenizer
-from lfm2serve.checkpoint import Checkpoint, resolve
 from lfm2serve.config import ModelConfig
 from lfm2serve.devices import find_device
 from lfm2serve.errors import MemoryPlanError
 from lfm2serve.memory.plan import MemoryPlan, make_plan
 from lfm2serve.options import EngineOptions
+from lfm2serve.sources import find_source, is_shape
 from lfm2serve.terminal import human_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Sizes in bytes. plan is None where the memory can't be divided as asked; `refused` then says why."""
+    """Sizes in bytes. path is None for a built-in shape.
+
+    plan is None where the memory can't be divided as asked; `refused` then says why.
+    """
 
     model: str
-    path: Path
+    path: Path | None
     config: ModelConfig
     tensors: int
     weight_bytes: int
@@ -36,7 +37,7 @@ class Description:
         """Plain values, for JSON."""
         return {
             "model": self.model,
-            "path": str(self.path),
+            "path": None if self.path is None else str(self.path),
             "config": asdict(self.config),
             "parameters": self.config.parameters,
             "active_parameters": self.config.active_parameters,
@@ -53,7 +54,7 @@ class Description:
         config = self.config
         lines = [
             f"{self.model}: {config.model_type}, {config.parameters:,} parameters, {config.active_parameters:,} active",
-            f"  path        {self.path}",
+            f"  path        {self.path or 'none: a built-in shape'}",
             f"  layers      {config.num_hidden_layers}: {len(config.conv_layers)} conv, {len(config.attention_layers)} "
             f"attention ({', '.join(map(str, config.attention_layers))})",
             f"  width       hidden {config.hidden_size}, {config.num_attention_heads} query and "
@@ -81,26 +82,24 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(model: str, options: EngineOptions, *, offline: bool = False) -> Description:
-    """Look at a checkpoint; reads its JSON files and the weight files' headers only."""
+def describe(model: str, options: EngineOptions, *, offline: bool = False, dummy_weights: bool = False) -> Description:
+    """Look at a checkpoint or a built-in shape; reads JSON files and, without dummy_weights, weight files' headers."""
     target = find_device(options)
-    path = resolve(model, offline=offline)
-    checkpoint = Checkpoint(path)
-    tokenizer = Tokenizer.from_dir(path)
+    source = find_source(model, offline=offline, progress=True, dummy_weights=dummy_weights or is_shape(model))
     plan, refused = None, None
     try:
-        plan = make_plan(checkpoint.config, options, checkpoint.weight_bytes, target)
+        plan = make_plan(source.config, options, source.weight_bytes, target)
     except MemoryPlanError as error:
         refused = error.message
     return Description(
         model=model,
-        path=path,
-        config=checkpoint.config,
-        tensors=len(checkpoint.tensors),
-        weight_bytes=checkpoint.weight_bytes,
-        kv_bytes_per_token=checkpoint.config.kv_bytes_per_token(4 if options.dtype == "float32" else 2),
-        tokenizer_entries=tokenizer.size,
-        chat_template=ChatTemplate.from_dir(path, tokenizer) is not None,
+        path=source.path,
+        config=source.config,
+        tensors=source.tensors,
+        weight_bytes=source.weight_bytes,
+        kv_bytes_per_token=source.config.kv_bytes_per_token(4 if options.dtype == "float32" else 2),
+        tokenizer_entries=source.tokenizer.size,
+        chat_template=source.template is not None,
         plan=plan,
         refused=refused,
     )

@@ -177,8 +177,7 @@ class Engine:
         with self._book:
             s = self._scheduler
             counters = EngineCounters(**{name: getattr(self._counters, name) for name in EngineCounters.__slots__})
-            background = len(s.background) + (s.warming is not None)
-            streams = (len(s.waiting), len(s.filling), len(s.running), background)
+            streams = (len(s.waiting), len(s.filling), len(s.running), len(s.preparing))
             return EngineStats(*streams, self._pool.census(), self._cache_stats(), counters)
 
     def _cache_stats(self) -> CacheStats:
@@ -272,9 +271,13 @@ class Engine:
         return True
 
     def _arrive(self, stream: Stream) -> None:
+        scheduler = self._scheduler
         self._streams[stream.id] = stream
-        queue = self._scheduler.background if stream.background else self._scheduler.waiting
-        queue.append(stream)
+        (scheduler.background if stream.background else scheduler.waiting).append(stream)
+        if stream.keeps and not stream.background:
+            for late in scheduler.preparing:  # the next turn is here already, and keeps states of its own
+                if stream.tokens[: late.prompt_len] == late.tokens:
+                    self._finish(late, "abort")
 
     def _cancel(self, stream_id: int) -> None:
         if stream_id in self._streams:
@@ -467,11 +470,11 @@ class Engine:
             self._settled.notify_all()
 
     def _check_census(self) -> None:
-        """Nothing is in flight: every page must be free."""
-        census = self._pool.census()
-        if not census.clean:
+        """Nothing is in flight: every page must be free, and every snapshot page that isn't must be a kept state's."""
+        census, kept = self._pool.census(), self._keeper.census()
+        if not (census.clean and kept.clean):
             self._counters.census_errors += 1
-            log.error("idle, and the page pool isn't clean: %s", census)
+            log.error("idle, and memory isn't accounted for: %s, %s", census, kept)
 
     def _end_all(self) -> None:
         """Abort what is left, also what was submitted meanwhile."""

@@ -16,6 +16,10 @@ ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help='"demo" (ships with lfm2serve), a checkpoint directory, or a hub id.')
 ]
 OfflineFlag = Annotated[bool, typer.Option("--offline", help="Never ask the hub; use what was downloaded before.")]
+DummyFlag = Annotated[
+    bool,
+    typer.Option("--dummy-weights", help="Random weights: MODEL is a built-in shape, or has config.json at least."),
+]
 VerboseFlag = Annotated[bool, typer.Option("--verbose", "-v", help="Say on standard error what is being done.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 SystemFlag = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System message of the chat.")]

@@ -33,6 +33,22 @@ class Tap:
     row: int
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotCensus:
+    """total = free + held, in snapshot pages. held: by kept states. unfinished: states being made; pinned: in use."""
+
+    total: int
+    free: int
+    held: int
+    unfinished: int
+    pinned: int
+
+    @property
+    def clean(self) -> bool:
+        """What must hold after every drain."""
+        return self.free + self.held == self.total and not self.unfinished and not self.pinned
+
+
 class Keeper:
     """Resumes and keeps states for streams; `cache` knows them, `states` copies them."""
 
@@ -167,6 +183,19 @@ class Keeper:
         state = self._pending.pop(stream_id, None)
         if state is not None:
             self.cache.drop(state)
+
+    def census(self) -> SnapshotCensus:
+        """Who holds which snapshot pages."""
+        states = self.cache.states
+        waiting = {id(state) for state in self._pending.values()}
+        pages = self.cache.pages
+        return SnapshotCensus(
+            total=pages.total,
+            free=pages.free,
+            held=sum(state.pages for state in states),
+            unfinished=sum(not state.ready and id(state) not in waiting for state in states),
+            pinned=sum(state.pins > 0 for state in states),
+        )
 
     def close(self) -> None:
         """Forget everything, and let go of the device's memory."""

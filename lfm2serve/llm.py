@@ -38,6 +38,8 @@ class LLM:
     """A loaded LFM2 model that answers many prompts at once.
 
     model: "demo", a directory, or a hub id. offline: never ask the hub. progress: show the loading on standard error.
+    dummy_weights: random weights, for planning and measuring; `model` may then be the name of a built-in shape (such as
+    "lfm2-1.2b") or a directory with no more than config.json.
     options: the fields of EngineOptions (device, dtype, context, max_streams, kv, kv_pages, ...); vLLM's
     `max_model_len` and `max_num_seqs` are taken as `context` and `max_streams`.
 
@@ -46,7 +48,13 @@ class LLM:
     """
 
     def __init__(
-        self, model: str | os.PathLike[str], *, offline: bool = False, progress: bool = True, **options: Any
+        self,
+        model: str | os.PathLike[str],
+        *,
+        offline: bool = False,
+        progress: bool = True,
+        dummy_weights: bool = False,
+        **options: Any,
     ) -> None:
         renamed = {VLLM_NAMES.get(name, name): value for name, value in options.items()}
         if len(renamed) < len(options):
@@ -59,6 +67,7 @@ class LLM:
             EngineOptions.from_dict(renamed),
             offline=offline,
             progress=LoadProgress(enabled=progress),
+            dummy_weights=dummy_weights,
         )
         self._runtime = runtime
         self._numbers = itertools.count()

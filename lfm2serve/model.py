@@ -6,6 +6,7 @@ run over any packing of rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +37,16 @@ class _Layer:
 class Model:
     """Weights of one checkpoint, ready to run on a backend.
 
-    tensors: as `Checkpoint.load` names them. max_rows: positions 0 .. max_rows - 1 can be run.
+    tensors: by the names of `Checkpoint.load`, or (name, tensor) as they come. max_rows: positions 0 .. max_rows - 1
+    can be run.
     """
 
-    def __init__(self, config: ModelConfig, tensors: Tensors, backend: Backend, *, max_rows: int) -> None:
+    def __init__(
+        self, config: ModelConfig, tensors: Tensors | Iterable[tuple[str, Any]], backend: Backend, *, max_rows: int
+    ) -> None:
         self.config = config
         self.backend = backend
-        tensors = backend.upload(tensors)
+        tensors = backend.upload(tensors.items() if isinstance(tensors, dict) else tensors)
         self.vocab_rows = config.vocab_size
         self.embedding = tensors["embed"]
         self.head = tensors.get("lm_head", self.embedding)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lfm2serve.backend import Backend
 from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
-from lfm2serve.checkpoint import Checkpoint, resolve
+from lfm2serve.checkpoint import ByteProgress
 from lfm2serve.config import GenerationDefaults, ModelConfig
 from lfm2serve.conversation import Conversation
 from lfm2serve.devices import find_device, open_backend
@@ -27,19 +25,18 @@ from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
 from lfm2serve.options import EngineOptions
 from lfm2serve.sampling import SamplingParams
+from lfm2serve.sources import find_source
 
 log = logging.getLogger("lfm2serve")
-
-ARENA_SLACK = 1 << 20  # each tensor begins on a cache line of its own
-ByteProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass(slots=True)
 class Runtime:
-    """One model with its tokenizer, chat template (None for base models), engine and memory plan."""
+    """One model with its tokenizer, chat template (None for base models), engine and memory plan. path: its directory
+    (None: a built-in shape)."""
 
     name: str
-    path: Path
+    path: Path | None
     config: ModelConfig
     options: EngineOptions
     tokenizer: Tokenizer
@@ -119,64 +116,56 @@ def load_runtime(
     *,
     offline: bool = False,
     progress: ByteProgress | None = None,
+    dummy_weights: bool = False,
 ) -> Runtime:
     """Find (or download) a checkpoint, plan the memory, read the weights and start the engine.
 
     model: "demo", a directory or a hub id. progress: told the bytes that are loaded, and shows the hub's own bars.
+    dummy_weights: random ones (see `find_source` for what `model` may then be).
     """
     options = options or EngineOptions()
     target = find_device(options)
-    path = resolve(str(model), offline=offline, progress=progress is not None)
-    checkpoint = Checkpoint(path)
-    config = checkpoint.config
+    source = find_source(str(model), offline=offline, progress=progress is not None, dummy_weights=dummy_weights)
+    config, tokenizer, generation = source.config, source.tokenizer, source.generation
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     options = replace(options, dtype=dtype)
-    tokenizer = Tokenizer.from_dir(path)
     if tokenizer.size > config.vocab_size:
         raise CheckpointError(
-            f"{path.name}: tokenizer.json has {tokenizer.size} entries, config.json's vocab_size is {config.vocab_size}"
+            f"{model}: tokenizer.json has {tokenizer.size} entries, config.json's vocab_size is {config.vocab_size}"
         )
-    template = ChatTemplate.from_dir(path, tokenizer)
-    generation = GenerationDefaults.from_dir(path)
-    plan = make_plan(config, options, checkpoint.weight_bytes, target)
+    plan = make_plan(config, options, source.weight_bytes, target)
     for purpose, size, remark in plan.table():
         log.info("%-12s %10.1f MiB  %s", purpose, size / 2**20, remark)
     backend = open_backend(target, options, plan.scratch)
-    tensors = _load(checkpoint, backend, progress)
-    rows = plan.context + SLACK_ROWS
-    engine = Engine(
-        Model(config, tensors, backend, max_rows=rows),
-        StreamStates(
-            config,
-            backend,
+    try:
+        started = time.monotonic()
+        rows = plan.context + SLACK_ROWS
+        network = Model(config, source.weights(backend, progress), backend, max_rows=rows)
+        log.info("%d weights in place after %.1f s", source.tensors, time.monotonic() - started)
+        engine = Engine(
+            network,
+            StreamStates(
+                config,
+                backend,
+                slots=plan.slots,
+                pages=plan.pages,
+                max_rows=rows,
+                snapshot_pages=plan.snapshot_pages,
+            ),
+            PagePool(plan.pages, plan.range_pages),
             slots=plan.slots,
-            pages=plan.pages,
-            max_rows=rows,
-            snapshot_pages=plan.snapshot_pages,
-        ),
-        PagePool(plan.pages, plan.range_pages),
-        slots=plan.slots,
-        context=plan.context,
-        vocab=tokenizer.size,
-        eos_token_ids={*config.eos_token_ids, *generation.eos_token_ids},
-        default_max_tokens=options.default_max_tokens,
-        prompt_chunk=options.prompt_chunk,
-        largest_chunk=target.chunk,
-        max_gap_ms=options.max_gap_ms,
-        drafts=options.drafts,
-        warm_pass=options.warm_pass,
-    )
+            context=plan.context,
+            vocab=tokenizer.size,
+            eos_token_ids={*config.eos_token_ids, *generation.eos_token_ids},
+            default_max_tokens=options.default_max_tokens,
+            prompt_chunk=options.prompt_chunk,
+            largest_chunk=target.chunk,
+            max_gap_ms=options.max_gap_ms,
+            drafts=options.drafts,
+            warm_pass=options.warm_pass,
+        )
+    except BaseException:
+        backend.close()
+        raise
     name = str(model).rstrip("/").rsplit("/", 1)[-1] if Path(model).is_dir() else str(model)
-    return Runtime(name, path, config, options, tokenizer, template, generation, plan, engine, backend)
-
-
-def _load(checkpoint: Checkpoint, backend: Backend, progress: ByteProgress | None) -> dict[str, np.ndarray]:
-    arena = backend.weight_arena(checkpoint.weight_bytes + ARENA_SLACK)
-
-    def allocate(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        return arena.take(shape, np.float32 if dtype == "f32" else np.uint16)
-
-    started = time.monotonic()
-    tensors = checkpoint.load(allocate, progress)
-    log.info("loaded %d tensors in %.1f s", len(tensors), time.monotonic() - started)
-    return tensors
+    return Runtime(name, source.path, config, options, tokenizer, source.template, generation, plan, engine, backend)

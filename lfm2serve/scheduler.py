@@ -79,6 +79,11 @@ class Scheduler:
         return not (self.foreground or self.background or self.warming)
 
     @property
+    def preparing(self) -> list[Stream]:
+        """The passes that prepare states, the one that runs first."""
+        return [*([self.warming] if self.warming else []), *self.background]
+
+    @property
     def foreground(self) -> bool:
         """Whether anybody waits for a token."""
         return bool(self.waiting or self.filling or self.running)

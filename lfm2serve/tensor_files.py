@@ -57,7 +57,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
         return {tensor.name: tensor for tensor in _read_header(folder / SINGLE_FILE)}
     index = read_json(folder / INDEX_FILE)
     if index is None:
-        raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}")
+        raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE} (--dummy-weights does without)")
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise CheckpointError(f"{INDEX_FILE}: weight_map is missing or empty")

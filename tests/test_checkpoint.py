@@ -411,3 +411,24 @@ def test_a_buffer_of_the_wrong_kind_is_refused(tiny: Path) -> None:
     for kind in kinds:
         with pytest.raises(ValueError, match="must give a C-contiguous"):
             Checkpoint(tiny).load(kind)
+
+
+@pytest.mark.parametrize("head", ["none", "equal", "different"])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_a_buffer_is_given_once_it_is_full_and_never_looked_at_again(
+    tiny: Path, tmp_path: Path, head: str, backwards: bool
+) -> None:
+    stored = read_safetensors(tiny / FILE)
+    if head != "none":
+        raw = stored["model.embed_tokens.weight"]
+        stored["lm_head.weight"] = raw if head == "equal" else Raw(raw.dtype, raw.shape, raw.data[:-1] + b"\x11")
+    folder = write_checkpoint(tmp_path, tiny, dict(sorted(stored.items(), reverse=backwards)))
+    taken: Buffers = {}
+    for name, array in Checkpoint(folder).stream(allocate):
+        assert name not in taken
+        taken[name] = array.copy()
+        array.view(np.uint8)[...] = 0xAA
+    assert ("lm_head" in taken) == (head == "different")
+    if head == "different":
+        assert taken.pop("lm_head").tobytes() == stored["lm_head.weight"].data
+    assert_same_bits(taken, expected(tiny))

@@ -222,7 +222,7 @@ def test_help_lists_every_option_of_the_library(capfd: pytest.CaptureFixture[str
 def test_flags_reach_the_engine(tiny_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[EngineOptions] = []
 
-    def describe(model: str, options: EngineOptions, *, offline: bool) -> str:
+    def describe(model: str, options: EngineOptions, **found: bool) -> str:
         seen.append(options)
         return model
 
@@ -257,7 +257,7 @@ def test_without_a_command_help_is_shown(capfd: pytest.CaptureFixture[str]) -> N
 def test_info_reads_no_weights(
     tiny_moe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Checkpoint, "load")
+    monkeypatch.delattr(Checkpoint, "stream")
     assert run(["info", str(tiny_moe), "--json"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["config"]["num_experts"] == 6 and facts["parameters"] == 1_743_872

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from kernels_numba.cuda import driver
-from lfm2serve.bench.shapes import shape
 from lfm2serve.devices import find_device, open_backend, scratch_bytes
+from lfm2serve.dummy import shape
 from lfm2serve.errors import DeviceError
 from lfm2serve.options import EngineOptions
 

@@ -383,6 +383,33 @@ def test_a_pass_whose_state_is_there_or_has_no_room_runs_nothing(tiny_moe: Path)
         assert engine.stats().counters.warm_passes == 0 and kept(engine) == []
 
 
+@pytest.mark.parametrize("prompt_cache", [True, False])
+def test_a_pass_ends_when_the_next_turn_is_there_already(tiny_moe: Path, prompt_cache: bool) -> None:
+    """Its rows run in the foreground then, and that keeps states further on; unless it keeps none."""
+    chat, other, collector = Chat(prompt(12, 1)), Chat(prompt(13, 2)), []
+    with engine_for(tiny_moe, KEEPING) as (engine, backend):
+        [result] = ask(engine, chat.ask(prompt(20, 1), seed=1))
+        request = chat.ask(prompt(20, 1), seed=1)
+        sent = chat.answered(request, prompt(LONG, 900))
+        following = chat.ask(prompt(8, 2), seed=2, prompt_cache=prompt_cache)
+
+        def arrive(count: int) -> None:
+            if count == 2:
+                collector.append(Collector(engine))
+                collector[0].submit(following)
+
+        watch = Watch(engine, arrive)
+        with engine._book:  # a second pass waits behind the first, of another chat
+            engine.returned(result.stream_id, sent)
+            engine.returned(999, other.answered(other.ask(prompt(60, 3), seed=3), prompt(60, 901)))
+        assert engine.drain(60)
+        check(tiny_moe, backend, following, collector[0].wait()[0])
+        rows = len(other.tokens)
+        assert watch.steps.count("b") == (3 if prompt_cache else -(-(LONG + len(END)) // 8)) + -(-rows // 8)
+        assert (rows, "reply") in kept(engine)
+        assert ((len(sent), "reply") in kept(engine)) != prompt_cache
+
+
 def test_only_so_many_passes_wait(tiny_moe: Path) -> None:
     with engine_for(tiny_moe, KEEPING) as (engine, _):
         with engine._book:

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_numba.batch import PAGE_ROWS
-from lfm2serve.bench.shapes import shape
 from lfm2serve.devices import CPU_STATES_BYTES, GIB, Target
+from lfm2serve.dummy import shape
 from lfm2serve.errors import MemoryPlanError
 from lfm2serve.memory.pages import SLACK_ROWS, pages_for
 from lfm2serve.memory.plan import make_plan

@@ -274,18 +274,18 @@ def chat_mixed(rng: random.Random, length: int) -> Chat:
 
 
 _SHORT: list[tuple[Callable[[random.Random, int], Chat], float]] = [
-    (chat_facts, 0.34),
-    (chat_rule, 0.12),
-    (chat_tools, 0.16),
-    (chat_copy, 0.1),
-    (chat_memory, 0.18),
-    (chat_mixed, 0.1),
+    (chat_facts, 0.3),
+    (chat_rule, 0.1),
+    (chat_tools, 0.22),
+    (chat_copy, 0.07),
+    (chat_memory, 0.2),
+    (chat_mixed, 0.11),
 ]
 _LONG: list[tuple[Callable[[random.Random, int], Chat], float]] = [
     (chat_facts, 0.03),
-    (chat_tools, 0.05),
+    (chat_tools, 0.07),
     (chat_copy, 0.17),
-    (chat_memory, 0.72),
+    (chat_memory, 0.7),
     (chat_mixed, 0.03),
 ]
 

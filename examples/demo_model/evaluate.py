@@ -15,7 +15,10 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lfm2serve import LLM
 
 HERE = Path(__file__).resolve().parent
 ENDS = ("<|im_end|>", "<|endoftext|>")
@@ -23,7 +26,7 @@ REPLY = re.compile(r"<\|tool_call_start\|>(.*?)<\|tool_call_end\|>", re.S)
 CONTEXT, MAX_TOKENS = 4096, 1000
 
 Item = dict[str, Any]
-Reply = dict[str, Any]  # {"text", "ids"}
+Reply = dict[str, Any]  # {"text", "ids", "prompt_tokens"}
 Answer = Callable[[list[Item]], list[Reply]]
 
 
@@ -97,10 +100,9 @@ def follow_up(item: Item, reply: Reply) -> Item | None:
     return {**item, "id": item["id"] + "-result", "messages": messages, "check": check}
 
 
-def ours(model: str) -> Answer:
-    from lfm2serve import LLM, SamplingParams
-
-    llm = LLM(model)
+def ours(llm: LLM) -> Answer:
+    """Greedy replies of lfm2serve."""
+    from lfm2serve import SamplingParams
 
     def params(item: Item) -> SamplingParams:
         return SamplingParams(temperature=0.0, max_tokens=min(MAX_TOKENS, CONTEXT - item["prompt_tokens"]))
@@ -112,10 +114,30 @@ def ours(model: str) -> Answer:
         for item in items:
             if "tools" in item:
                 outputs[item["id"]] = llm.chat([item["messages"]], params(item), tools=item["tools"])[0]
-        replies = [list(outputs[i["id"]].outputs[0].token_ids) for i in items]
-        return [{"text": llm.get_tokenizer().decode(ids, skip_special_tokens=False), "ids": ids} for ids in replies]
+        decode = llm.get_tokenizer().decode
+        replies = []
+        for output in (outputs[i["id"]] for i in items):
+            ids = list(output.outputs[0].token_ids)
+            text = decode(ids, skip_special_tokens=False)
+            replies.append({"text": text, "ids": ids, "prompt_tokens": len(output.prompt_token_ids)})
+        return replies
 
     return answer
+
+
+def asked_and_used(items: list[Item], answer: Answer) -> dict[str, Reply]:
+    """The replies by id; for calls also those to the tools' results, under the id with "-result"."""
+    replies = {i["id"]: r for i, r in zip(items, answer(items), strict=True)}
+    followed = [f for i in items if i["check"]["type"] == "calls" and (f := follow_up(i, replies[i["id"]]))]
+    return replies | {f["id"]: r for f, r in zip(followed, answer(followed), strict=True)}
+
+
+def passes(item: Item, replies: dict[str, Reply]) -> bool:
+    """Whether an item's reply is right, and for calls also the use of their results."""
+    if not right(item["check"], replies[item["id"]]["text"]):
+        return False
+    used = follow_up(item, replies[item["id"]]) if item["check"]["type"] == "calls" else None
+    return used is None or right(used["check"], replies[used["id"]]["text"])
 
 
 def check(model: Path, saved: dict[str, Reply], items: dict[str, Item]) -> None:
@@ -175,28 +197,20 @@ def main() -> None:
     if args.check:
         model = HERE.parents[1] / "lfm2serve" / "demo" if args.model == "demo" else Path(args.model)
         return check(model, json.loads(args.check.read_text()), {i["id"]: i for i in items})
-    answer = ours(args.model)
+    from lfm2serve import LLM
 
-    replies = {i["id"]: r for i, r in zip(items, answer(items), strict=True)}
-    followed = [f for i in items if i["kind"] == "tools" and (f := follow_up(i, replies[i["id"]]))]
-    replies.update({f["id"]: r for f, r in zip(followed, answer(followed), strict=True)})
-    second = {f["id"]: f for f in followed}
-
+    with LLM(args.model) as llm:
+        replies = asked_and_used(items, ours(llm))
     score: dict[str, list[bool]] = {}
     shown = 0
     for item in items:
-        reply = replies[item["id"]]["text"]
-        good = right(item["check"], reply)
-        if item["kind"] == "tools" and good:
-            key = item["id"] + "-result"
-            reply = replies[key]["text"]
-            good = right(second[key]["check"], reply)
+        good = passes(item, replies)
         score.setdefault(kind_of(item), []).append(good)
         if not good and shown < args.show:
             shown += 1
-            asked = item["messages"][-1]["content"]
-            print(f"wrong: {item['id']}\n  asked {asked[-150:]!r}")
-            print(f"  got   {reply[:200]!r}\n  want  {item['answer'][:200]!r}")
+            got = [replies[k]["text"][:200] for k in (item["id"], item["id"] + "-result") if k in replies]
+            print(f"wrong: {item['id']}\n  asked {item['messages'][-1]['content'][-150:]!r}")
+            print(f"  got   {got}\n  want  {item['check'].get('calls', item['answer'][:200])!r}")
     for kind, results in score.items():
         print(f"{kind:24s} {sum(results):3d}/{len(results):3d} = {sum(results) / len(results):.1%}")
     if args.save:

@@ -7,6 +7,7 @@ It rounds to bf16 where transformers' bf16 model does, so that training sees the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,12 +50,83 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-b, a], -1) * sin
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.to(x.dtype))
+
+
+# The parts of a layer work on the rows of all sequences, [tokens, hidden]. So one compilation of each serves all layers
+# of a kind, and every batch with so many tokens, whatever its sequences' length.
+def conv_part(x: Tensor, norm: Tensor, w_in: Tensor, tap: Tensor, w_out: Tensor, back: Tensor) -> Tensor:
+    """back [tokens, 2]: 1 where the sequence has a token one and two places before, else 0."""
+    gate_b, gate_c, value = linear(rms_norm(x, norm), w_in.flatten(0, 1)).chunk(3, -1)
+    u = (gate_b * value).float()
+    u1, u2 = u.roll(1, 0) * back[:, :1], u.roll(2, 0) * back[:, 1:]
+    tap = tap.to(x.dtype).float()
+    z = tap[:, 0] * u2 + tap[:, 1] * u1 + tap[:, 2] * u
+    return x + linear(gate_c * z.to(x.dtype), w_out)
+
+
+def qkv_part(
+    x: Tensor, norm: Tensor, q: Tensor, k: Tensor, v: Tensor, q_norm: Tensor, k_norm: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """cos, sin [tokens, head_dim] -> queries, keys, values [tokens, heads, head_dim]."""
+    y, n = rms_norm(x, norm), q_norm.shape[0]
+    queries = rotate(rms_norm(linear(y, q).unflatten(-1, (-1, n)), q_norm), cos[:, None], sin[:, None])
+    keys = rotate(rms_norm(linear(y, k).unflatten(-1, (-1, n)), k_norm), cos[:, None], sin[:, None])
+    return queries, keys, linear(y, v).unflatten(-1, (-1, n))
+
+
+def dense_part(x: Tensor, norm: Tensor, d1: Tensor, d2: Tensor, d3: Tensor) -> Tensor:
+    y = rms_norm(x, norm)
+    return x + linear(F.silu(linear(y, d1)) * linear(y, d3), d2)
+
+
+def expert_part(
+    x: Tensor, norm: Tensor, gate: Tensor, bias: Tensor, e1: Tensor, e2: Tensor, e3: Tensor, valid: Tensor, top_k: int
+) -> tuple[Tensor, Tensor]:
+    """valid [tokens] -> the rows, and how many valid tokens use each expert [experts]."""
+    y = rms_norm(x, norm)
+    scores = torch.sigmoid(linear(y, gate))
+    chosen = (scores.float() + bias).topk(top_k, -1).indices
+    mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
+    weight = scores * mask
+    weight = weight / (weight.sum(-1, keepdim=True) + 1e-6)
+    load = (mask.float() * valid[:, None]).sum(0)
+    up = F.silu(linear(y, e1.flatten(0, 1))) * linear(y, e3.flatten(0, 1))
+    up = (up.unflatten(-1, e1.shape[:2]) * weight[..., None]).flatten(-2)
+    return x + linear(up, e2.transpose(0, 1).flatten(1)), load
+
+
+def loss_part(
+    x: Tensor, norm: Tensor, embed: Tensor, targets: Tensor, answer: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The summed weighted cross-entropy of the next tokens, and the sum over those that the model must produce."""
+    losses = F.cross_entropy(linear(rms_norm(x, norm), embed).float(), targets, reduction="none")
+    return (losses * weight).sum(), (losses * answer).sum().detach()
+
+
+@dataclass
+class Parts:
+    """The functions that `forward` calls, as they are or compiled."""
+
+    conv: Callable[..., Tensor] = conv_part
+    qkv: Callable[..., tuple[Tensor, Tensor, Tensor]] = qkv_part
+    dense: Callable[..., Tensor] = dense_part
+    experts: Callable[..., tuple[Tensor, Tensor]] = expert_part
+    loss: Callable[..., tuple[Tensor, Tensor]] = loss_part
+
+    def compiled(self) -> Parts:
+        """The same, compiled for the number of tokens that they see first."""
+        return Parts(**{k: torch.compile(f, dynamic=False, fullgraph=True) for k, f in vars(self).items()})
+
+
 class Demo(nn.Module):
     """Weights of one kind are stacked over the layers that have them."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = s = shape
+        self.parts = Parts()
         nc, na = s.layers.count("conv"), s.layers.count("attn")
         nm, nd, h = len(s.layers) - s.dense_layers, s.dense_layers, s.hidden
         qd, kd = s.heads * s.head_dim, s.kv_heads * s.head_dim
@@ -82,66 +154,42 @@ class Demo(nn.Module):
         self.e2 = matrix(nm, s.experts, h, s.expert_ff, gain=0.3)
         self.register_buffer("bias", torch.zeros(nm, s.experts))
 
-    def attention(self, i: int, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        s, (b, n, _) = self.shape, x.shape
-        q = F.linear(x, self.q[i].to(x.dtype)).view(b, n, s.heads, s.head_dim)
-        k = F.linear(x, self.k[i].to(x.dtype)).view(b, n, s.kv_heads, s.head_dim)
-        v = F.linear(x, self.v[i].to(x.dtype)).view(b, n, s.kv_heads, s.head_dim).transpose(1, 2)
-        q = rotate(rms_norm(q, self.q_norm[i]).transpose(1, 2), cos, sin)
-        k = rotate(rms_norm(k, self.k_norm[i]).transpose(1, 2), cos, sin)
-        group = s.heads // s.kv_heads
-        y = F.scaled_dot_product_attention(
-            q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
-        )
-        return F.linear(y.transpose(1, 2).reshape(b, n, -1), self.o[i].to(x.dtype))
-
-    def conv(self, i: int, x: Tensor) -> Tensor:
-        n, h = x.shape[1], self.shape.hidden
-        gate_b, gate_c, value = F.linear(x, self.conv_in[i].reshape(3 * h, h).to(x.dtype)).chunk(3, -1)
-        u = F.pad(gate_b * value, (0, 0, 2, 0)).float()
-        tap = self.conv_tap[i].to(x.dtype).float()
-        z = tap[:, 0] * u[:, :n] + tap[:, 1] * u[:, 1 : n + 1] + tap[:, 2] * u[:, 2:]
-        return F.linear(gate_c * z.to(x.dtype), self.conv_out[i].to(x.dtype))
-
-    def experts(self, i: int, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        s = self.shape
-        scores = torch.sigmoid(F.linear(x, self.gate[i].to(x.dtype)))
-        chosen = (scores.float() + self.bias[i]).topk(s.top_k, -1).indices
-        mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
-        weight = scores * mask
-        weight = weight / (weight.sum(-1, keepdim=True) + 1e-6)
-        load = (mask.float() * valid[..., None]).sum((0, 1))
-        up = F.silu(F.linear(x, self.e1[i].flatten(0, 1).to(x.dtype))) * F.linear(
-            x, self.e3[i].flatten(0, 1).to(x.dtype)
-        )
-        up = (up.unflatten(-1, (s.experts, s.expert_ff)) * weight[..., None]).flatten(-2)
-        return F.linear(up, self.e2[i].transpose(0, 1).flatten(1).to(x.dtype)), load
-
     def forward(self, ids: Tensor, valid: Tensor, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-        """ids, valid [B, T] -> hidden states after the final norm [B, T, H], expert loads [MoE layers, experts]."""
-        s = self.shape
-        cos, sin = rope_tables(s, ids.shape[1], ids.device, dtype)
-        x = F.embedding(ids, self.embed).to(dtype)
+        """ids, valid [B, T] -> hidden states before the final norm [B, T, H], expert loads [MoE layers, experts]."""
+        s, (b, t) = self.shape, ids.shape
+        cos, sin = (x.repeat(b, 1) for x in rope_tables(s, t, ids.device, dtype))
+        place = torch.arange(t, device=ids.device).repeat(b)
+        back = torch.stack([place >= 1, place >= 2], -1).float()
+        x, rows = F.embedding(ids.flatten(), self.embed).to(dtype), valid.flatten()
+        op_norm, ff_norm = self.op_norm.unbind(), self.ff_norm.unbind()
+        # unbound once, so that each stack's gradient is put together once
+        conv = zip(*(w.unbind() for w in (self.conv_in, self.conv_tap, self.conv_out)), strict=True)
+        attn = zip(*(w.unbind() for w in (self.q, self.k, self.v, self.q_norm, self.k_norm, self.o)), strict=True)
+        dense = zip(*(w.unbind() for w in (self.d1, self.d2, self.d3)), strict=True)
+        moe = zip(*(w.unbind() for w in (self.gate, self.bias, self.e1, self.e2, self.e3)), strict=True)
         loads = []
-        conv = attn = 0
         for n, kind in enumerate(s.layers):
-            y = rms_norm(x, self.op_norm[n])
             if kind == "conv":
-                x, conv = x + self.conv(conv, y), conv + 1
+                x = self.parts.conv(x, op_norm[n], *next(conv), back)
             else:
-                x, attn = x + self.attention(attn, y, cos, sin), attn + 1
-            y = rms_norm(x, self.ff_norm[n])
+                *weights, out = next(attn)
+                q, k, v = (
+                    y.unflatten(0, (b, t)).transpose(1, 2) for y in self.parts.qkv(x, op_norm[n], *weights, cos, sin)
+                )
+                group = s.heads // s.kv_heads
+                y = F.scaled_dot_product_attention(
+                    q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), is_causal=True
+                )
+                x = x + linear(y.transpose(1, 2).reshape(b * t, -1), out)
             if n < s.dense_layers:
-                up = F.silu(F.linear(y, self.d1[n].to(dtype))) * F.linear(y, self.d3[n].to(dtype))
-                x = x + F.linear(up, self.d2[n].to(dtype))
+                x = self.parts.dense(x, ff_norm[n], *next(dense))
             else:
-                out, load = self.experts(n - s.dense_layers, y, valid)
-                x = x + out
+                x, load = self.parts.experts(x, ff_norm[n], *next(moe), rows, s.top_k)
                 loads.append(load)
-        return rms_norm(x, self.final_norm), torch.stack(loads)
+        return x.unflatten(0, (b, t)), torch.stack(loads)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embed.to(hidden.dtype))
+        return linear(rms_norm(hidden, self.final_norm), self.embed)
 
 
 def _places(model: Demo) -> dict[str, Tensor]:

@@ -2,7 +2,8 @@
 
 Data, order and learning rate depend on --seed, --steps and --workers alone, not on the clock.
 
-The tokenizer files must already be in --base (python tok.py BASE). Writes the checkpoint and log.json to --out.
+The tokenizer must already be in --base (python tok.py BASE). Writes the weights and log.json to --out; export.py makes
+a checkpoint of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import multiprocessing as mp
 import os
 import queue
 import random
-import shutil
 import threading
 import time
 from pathlib import Path
@@ -23,8 +23,7 @@ import chats
 import numpy as np
 import questions
 import torch
-import torch.nn.functional as F
-from model import Demo, Shape, config, load_published, to_published
+from model import Demo, Shape, load_published, to_published
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -101,11 +100,12 @@ def loss_of(model: Demo, packed: Tensor, context_weight: float) -> tuple[Tensor,
     ids = (packed & ((1 << KIND_SHIFT) - 1)).long()
     kinds = packed >> KIND_SHIFT
     hidden, loads = model(ids[:, :-1], (kinds[:, :-1] > 0).float())
-    logits = model.logits(hidden).flatten(0, 1).float()
-    losses = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="none")
     answer = (kinds[:, 1:] == ANSWER).flatten().float()
     weight = answer + context_weight * (kinds[:, 1:] == CONTEXT).flatten().float()
-    return (losses * weight).sum(), loads, torch.stack([weight.sum(), (losses * answer).sum().detach(), answer.sum()])
+    loss, of_answers = model.parts.loss(
+        hidden.flatten(0, 1), model.final_norm, model.embed, ids[:, 1:].flatten(), answer, weight
+    )
+    return loss, loads, torch.stack([weight.sum(), of_answers, answer.sum()])
 
 
 @torch.no_grad()
@@ -130,8 +130,10 @@ def held_out_score(model: Demo, items: list[tuple[str, np.ndarray]], device: str
 
 
 def held_out_rows(tokenizer: Tokenizer) -> list[tuple[str, np.ndarray]]:
+    """Two thirds of the held-out questions, with their reference answers."""
     out = []
-    for item in questions.make(counts={**questions.COUNTS, **questions.MORE}):
+    items = questions.make(counts={**questions.COUNTS, **questions.MORE})
+    for item in [item for i, item in enumerate(items) if i % 3]:
         chat, answers = questions.full_chat(item)
         pieces = chats.render(chat)
         produced = [i for i, (_, answer) in enumerate(pieces) if answer][-answers:]
@@ -146,44 +148,23 @@ def held_out_rows(tokenizer: Tokenizer) -> list[tuple[str, np.ndarray]]:
     return out
 
 
-def save(model: Demo, base: Path, out: Path, log: dict[str, Any]) -> None:
-    """The checkpoint in the published format, written by transformers itself."""
-    from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
-
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    ids = {
-        "bos_token_id": tokenizer.token_to_id("<|startoftext|>"),
-        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
-        "pad_token_id": tokenizer.token_to_id("<|pad|>"),
-    }
-    cfg = Lfm2MoeConfig(**config(model.shape, ids), dtype="bfloat16", architectures=["Lfm2MoeForCausalLM"])
-    cfg.save_pretrained(out)
-    save_file(to_published(model), str(out / "model.safetensors"), metadata={"format": "pt"})
-    reloaded = Lfm2MoeForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
-    reloaded.save_pretrained(out)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copyfile(base / name, out / name)
-    (out / "log.json").write_text(json.dumps(log, indent=1) + "\n")
-
-
 def main() -> None:
     ap = argparse.ArgumentParser()
     ap.add_argument("--base", type=Path, required=True, help="directory with the tokenizer files")
     ap.add_argument("--out", type=Path, required=True)
     ap.add_argument("--init", type=Path, help="start from this checkpoint's weights")
     ap.add_argument("--steps", type=int, default=6000)
+    ap.add_argument("--fit", type=float, help="choose --steps so that it ends so many seconds after the start")
     ap.add_argument("--warmup", type=int, default=100, help="steps until the learning rate is at its highest")
     ap.add_argument(
         "--limit", type=float, default=1e9, help="give up after so many seconds, with what there is by then"
     )
-    ap.add_argument("--short", type=int, nargs=2, default=(192, 512), help="rows and length of the short micro-batch")
+    ap.add_argument("--short", type=int, nargs=2, default=(128, 512), help="rows and length of the short micro-batch")
     ap.add_argument("--long", type=int, nargs=2, default=(16, 4096), help="rows and length of the long micro-batch")
     ap.add_argument("--lr", type=float, default=3e-3)
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--workers", type=int, default=14)
     ap.add_argument("--context-weight", type=float, default=0.05)
-    ap.add_argument("--score-every", type=int, default=1000)
     ap.add_argument("--eager", action="store_true", help="no torch.compile (small runs on a CPU)")
     args = ap.parse_args()
     begin = time.time()
@@ -226,26 +207,29 @@ def main() -> None:
         weight_decay=0.0,
         fused=device == "cuda",
     )
-    step_loss = loss_of if args.eager else torch.compile(loss_of, dynamic=False)
+    plain = model.parts
+    if not args.eager:
+        model.parts = plain.compiled()
     held_out = held_out_rows(Tokenizer.from_file(str(args.base / "tokenizer.json")))
     print(f"held-out rows {len(held_out)}, {time.time() - begin:.1f} s", flush=True)
 
-    log: dict[str, Any] = {"args": {k: str(v) for k, v in vars(args).items()}, "loss": [], "scores": {}}
+    log: dict[str, Any] = {"args": {k: str(v) for k, v in vars(args).items()}, "loss": []}
+    steps = args.steps
     total_load = torch.zeros_like(model.bias)
     sums = torch.zeros(3, device=device)
     first = 0.0
     step, tokens, waited = 0, 0, 0.0
     late = False
-    while step < args.steps and not late:
+    while step < steps and not late:
         start = time.time()
         # constant after the warm-up, then down to zero over the last 55 %
-        factor = min(1.0, (step + 1) / args.warmup, (1.0 - (step + 1) / args.steps) / 0.55)
+        factor = min(1.0, (step + 1) / args.warmup, (1.0 - (step + 1) / steps) / 0.55)
         batches = ready.get()
         waited += time.time() - start
         load = torch.zeros_like(model.bias)
         weights = torch.zeros((), device=device)
         for packed in batches:
-            loss, loads, parts = step_loss(model, packed, args.context_weight)
+            loss, loads, parts = loss_of(model, packed, args.context_weight)
             # the gradient of a sum; divided by the step's weight below
             loss.backward()
             load += loads
@@ -266,12 +250,20 @@ def main() -> None:
         total_load = total_load * 0.95 + load
         step += 1
         late = time.time() - begin > args.limit
-        last = late or step == args.steps
+        last = late or step == steps
         if step == 5:
             if device == "cuda":
                 torch.cuda.synchronize()
             first, tokens, waited = time.time(), 0, 0.0
             print(f"compiled, {first - begin:.1f} s", flush=True)
+        if step == 45 and args.fit:
+            # chosen while the learning rate still rises, so a run with this number of --steps has the same schedule
+            if device == "cuda":
+                torch.cuda.synchronize()
+            now = time.time()
+            steps = max(150, step + int(0.97 * (begin + args.fit - now) / ((now - first) / 40)))
+            log["steps"] = steps
+            print(f"steps {steps}, {now - begin:.1f} s", flush=True)
         if step % 100 == 0 or last:
             s = sums.tolist()
             share = total_load / total_load.sum(-1, keepdim=True)
@@ -287,11 +279,13 @@ def main() -> None:
             log["loss"].append(line)
             print(line, flush=True)
             sums.zero_()
-        if step % args.score_every == 0 or last:
-            log["scores"][step] = scores = {k: round(v, 4) for k, v in held_out_score(model, held_out, device).items()}
-            print(scores, flush=True)
-            save(model, args.base, args.out, log)
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_file(to_published(model), str(args.out / "model.safetensors"), metadata={"format": "pt"})
     print(f"{'given up' if late else 'done'}: {step} steps, {time.time() - begin:.1f} s", flush=True)
+    model.parts = plain
+    log["scores"] = {k: round(v, 4) for k, v in held_out_score(model, held_out, device).items()}
+    print(log["scores"], f"{time.time() - begin:.1f} s", flush=True)
+    (args.out / "log.json").write_text(json.dumps(log, indent=1) + "\n")
     for process in workers:
         process.kill()
     os._exit(0)  # the feeding thread and the queues' threads never end by themselves

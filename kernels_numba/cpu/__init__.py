@@ -138,9 +138,9 @@ class CpuBackend:
         """An array's memory, for `copy`."""
         return array.reshape(-1).view(np.uint8)
 
-    def upload(self, tensors: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def upload(self, tensors: Iterable[tuple[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
         """A checkpoint's weights as the operations take them: as they are."""
-        return tensors
+        return dict(tensors)
 
     def random_weights(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         """Nothing: the caller makes them in host memory."""
@@ -424,7 +424,14 @@ class CpuBackend:
         return result
 
     def decode_rounds(
-        self, forward: Any, tables: PenaltyTables, *, vocab: int, page_table: NDArray[np.int32], slots: int, context: int
+        self,
+        forward: Any,
+        tables: PenaltyTables,
+        *,
+        vocab: int,
+        page_table: NDArray[np.int32],
+        slots: int,
+        context: int,
     ) -> None:
         """Nothing: on a CPU there is no launch to save."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..batch import PAGE_ROWS, RING_ROWS
 from . import copies as _copies
@@ -81,6 +82,40 @@ class PenaltyTables:
             del owner
 
 
+class HostBuffers:
+    """Arrays on the host whose memory is used again once they are given back."""
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+        self._taken: dict[int, NDArray[np.uint8]] = {}  # by address
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks, taken and free."""
+        return sum(block.nbytes for block in (*self._free, *self._taken.values()))
+
+    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
+        """A C-contiguous array in the smallest free block that holds it."""
+        count = math.prod(shape) * np.dtype(dtype).itemsize
+        self._free.sort(key=lambda block: block.nbytes)
+        index = next((n for n, block in enumerate(self._free) if block.nbytes >= count), None)
+        if index is None:
+            self._free.clear()  # all too small, and together with the new one too much
+        block = np.empty(count, np.uint8) if index is None else self._free.pop(index)
+        self._taken[block.ctypes.data] = block
+        return block[:count].view(dtype).reshape(shape)
+
+    def give_back(self, array: NDArray[Any]) -> None:
+        """The array's memory may be used again; one that didn't come from `take` is left alone."""
+        block = self._taken.pop(array.ctypes.data, None)
+        if block is not None:
+            self._free.append(block)
+
+    def clear(self) -> None:
+        """Let go of all memory."""
+        self._free, self._taken = [], {}
+
+
 class DeviceMemory:
     """One GPU, one stream, scratch memory for a step, and everything that is kept until `close`."""
 
@@ -91,6 +126,7 @@ class DeviceMemory:
         self._tables: PenaltyTables | None = None
         self.scratch = Scratch(self.allocate((scratch_bytes,), "u8"))
         self.uploads = Uploads(self.device, self.stream, UPLOAD_BYTES)
+        self._host = HostBuffers()
         self.dependent = False
         """whether kernels may start before the one queued before has ended (programmatic dependent launch)"""
 
@@ -138,31 +174,33 @@ class DeviceMemory:
         self.stream.synchronize()
         return self.device.read(array.array if isinstance(array, Activations) else array)
 
-    def weight_arena(self, nbytes: int) -> Any:
-        """Host memory that a checkpoint is read into on its way to the device."""
-        from ..cpu.memory import Arena
+    def weight_arena(self, nbytes: int) -> HostBuffers:
+        """Host memory that a checkpoint is read into on its way to the device: as much as is on its way at once."""
+        return self._host
 
-        return Arena(nbytes)
-
-    def upload(self, tensors: dict[str, NDArray[Any]]) -> dict[str, Any]:
+    def upload(self, tensors: Iterable[tuple[str, NDArray[Any]]]) -> dict[str, Any]:
         """A checkpoint's weights on the device: matrices packed for the products, the rest as they are.
 
-        Norm and convolution weights stay on the host for `norm_weight`.
+        Each is sent as it comes, and its host memory is used again for those that follow. Norm and convolution weights
+        stay on the host for `norm_weight`.
         """
         staging = Staging(self.device)
         out: dict[str, Any] = {}
-        for name, values in tensors.items():
-            if not isinstance(values, np.ndarray):
-                out[name] = values  # on the device already
-            elif values.dtype == np.float32:
-                out[name] = self.keep(values)
-            elif name.endswith("norm") or name.endswith("conv.weight"):
-                out[name] = values
-            elif name.endswith("moe.gate"):
-                out[name] = self.keep(values)
-            else:
-                out[name] = self._packed(staging, values, gated=name.endswith("w13"))
-        staging.close()
+        try:
+            for name, values in tensors:
+                if not isinstance(values, np.ndarray):
+                    out[name] = values  # on the device already
+                    continue
+                if values.dtype == np.float32 or name.endswith("moe.gate"):
+                    out[name] = self.keep(values)
+                elif name.endswith("norm") or name.endswith("conv.weight"):
+                    out[name] = values.copy()
+                else:
+                    out[name] = self._packed(staging, values, gated=name.endswith("w13"))
+                self._host.give_back(values)
+        finally:
+            staging.close()
+            self._host.clear()
         return out
 
     def _packed(self, staging: Staging, values: NDArray[np.uint16], gated: bool) -> PackedWeight:

@@ -205,7 +205,7 @@ def norm_route(
     to arrive chooses: logits [rows, 64] is scratch, arrived [rows / 8] counts and is 0 before and after. A single row
     block also groups the rows by expert (see `group_rows`).
     """
-    lines = cuda.shared.array(LINES_WORDS, np.uint32)
+    lines = cuda.shared.array(LINES_WORDS, np.uint32, alignment=16)
     parts = cuda.shared.array((PARTS, TILE, ROUTE_ROWS), np.float32)
     scores = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)
     choice = cuda.shared.array((ROUTE_ROWS, MOST_EXPERTS), np.float32)

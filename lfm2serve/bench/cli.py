@@ -28,7 +28,7 @@ def _group() -> None:
 
 
 def _shape_name(model: str) -> str:
-    from lfm2serve.bench.shapes import SHAPES
+    from lfm2serve.dummy import SHAPES
 
     if model not in SHAPES:
         raise typer.BadParameter(f"{model!r}: one of {', '.join(SHAPES)}", param_hint="--model")

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from lfm2serve.backend import Backend
-from lfm2serve.bench.shapes import random_tensors, shape, tensor_shapes, weight_bytes
 from lfm2serve.config import ModelConfig
 from lfm2serve.devices import Target, find_device, open_backend
+from lfm2serve.dummy import random_weights, shape, weight_bytes
 from lfm2serve.engine import Engine
 from lfm2serve.memory.pages import SLACK_ROWS, PagePool
 from lfm2serve.memory.plan import MemoryPlan, make_plan
 from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
 from lfm2serve.options import EngineOptions
-from lfm2serve.runtime import ARENA_SLACK
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.stream import StreamEvent, TokenLogprobs
 
@@ -66,11 +65,7 @@ def dummy(name: str, options: EngineOptions) -> Iterator[Dummy]:
     plan = make_plan(config, options, weight_bytes(config), target)
     backend = open_backend(target, options, plan.scratch)
     try:
-        made = backend.random_weights(tensor_shapes(config))
-        tensors = (
-            random_tensors(config, backend.weight_arena(weight_bytes(config) + ARENA_SLACK)) if made is None else made
-        )
-        model = Model(config, tensors, backend, max_rows=plan.context + SLACK_ROWS)
+        model = Model(config, random_weights(config, backend), backend, max_rows=plan.context + SLACK_ROWS)
         yield Dummy(config, target, backend, plan, model)
     finally:
         backend.close()

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from lfm2serve.bench.dummy import Dummy, ask, dummy, prompt
-from lfm2serve.bench.shapes import product_flops, round_bytes, tensor_shapes, weight_bytes
+from lfm2serve.bench.shapes import product_flops, round_bytes
 from lfm2serve.config import ModelConfig
+from lfm2serve.dummy import tensor_shapes, weight_bytes
 from lfm2serve.engine import Engine
 from lfm2serve.options import EngineOptions
 from lfm2serve.sampling import SamplingParams

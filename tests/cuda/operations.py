@@ -161,7 +161,6 @@ def check_routing(
     top_k: int,
     hidden: int,
     chooser: Any = None,
-    spread: bool = True,
 ) -> None:
     """Norm, choice, grouping and sum. chooser: a kernel of (logits, bias, top_k, ids, weights) in place of
     norm_route."""
@@ -182,7 +181,7 @@ def check_routing(
             np.float32(1),
         ]  # fmt: skip
         blocks = -(-rows // route.ROUTE_ROWS)
-        tiles = -(-experts // route.TILE) if spread and blocks <= route.SPREAD_BLOCKS else 1
+        tiles = -(-experts // route.TILE) if blocks <= route.SPREAD_BLOCKS else 1
         scratch, arrived = np.full(blocks * 8 * 64, np.nan, np.float32), np.zeros(blocks, np.uint32)
         run(
             route.norm_route, (blocks, tiles), route.ROUTE_THREADS, pairs(h), pairs(w), EPS, x, *arguments, scratch,

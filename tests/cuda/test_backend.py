@@ -162,7 +162,7 @@ def test_what_is_made_anew_gives_up_what_was_and_close_gives_up_all(network: Net
     made()
     assert not first.graphs and len(recorder.allocated) - len(recorder.freed) == held
     weights = be.random_weights([("embed", (512, 192)), ("layers.0.moe.bias", (6,)), ("final_norm", (192,))])
-    assert be.upload(weights)["embed"] is weights["embed"]
+    assert be.upload(weights.items())["embed"] is weights["embed"]
     be.close()
     be.close()
     assert sorted(recorder.allocated) == sorted(recorder.freed)

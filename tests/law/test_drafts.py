@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels_numba.batch import RING_ROWS
-from lfm2serve.drafting import MAX_DRAFT, Drafter, RoundCosts
+from lfm2serve.drafting import MAX_DRAFT, Drafter, RoundCosts, SuffixLookup
 from lfm2serve.memory.pages import SLACK_ROWS
 from tests.law.harness import CONTEXT, END, VOCAB, Chat, Request, Result, Way, ask, check, engine_for, prompt, solo
 
@@ -196,7 +196,7 @@ def test_a_stream_with_drafts_starts_again_after_a_failed_step(tiny_moe: Path) -
 
 @pytest.mark.parametrize("right", range(MAX_DRAFT + 1))
 def test_a_reply_end_after_refused_drafts_resumes_exactly(tiny: Path, right: int) -> None:
-    """Rows behind a refusal, and behind the end, have moved the conv ring on: neither resuming nor cutting sees them."""
+    """Rows behind a refusal or behind the end have moved the conv ring on: neither resuming nor cutting sees them."""
     plain = Chat(prompt(12, 1)).ask(prompt(20, 1), seed=1, temperature=5.0, max_tokens=90)
     reply = solo(tiny, plain).tokens
     count, stop = next((n + 1, token) for n, token in enumerate(reply) if n >= 50 and token not in reply[:n])
@@ -279,12 +279,15 @@ def test_a_stream_that_gains_nothing_stops_drafting(tiny: Path) -> None:
     def wrong(self: object, tokens: list[int], most: int) -> list[int]:
         return [399][:most]
 
-    with patch.object(RoundCosts, "estimate", cheap), patch("lfm2serve.drafting.SuffixLookup.propose", wrong):
-        with engine_for(tiny, PLAIN) as (engine, backend):
-            [result] = ask(engine, request)
-            check(tiny, backend, request, result)
-            assert result.metrics is not None
-            assert 1 <= result.metrics.draft_tokens - result.metrics.accepted_tokens <= 8
+    with (
+        patch.object(RoundCosts, "estimate", cheap),
+        patch.object(SuffixLookup, "propose", wrong),
+        engine_for(tiny, PLAIN) as (engine, backend),
+    ):
+        [result] = ask(engine, request)
+        check(tiny, backend, request, result)
+        assert result.metrics is not None
+        assert 1 <= result.metrics.draft_tokens - result.metrics.accepted_tokens <= 8
 
 
 def test_drafts_can_be_turned_off_for_a_request_and_for_an_engine(tiny: Path) -> None:

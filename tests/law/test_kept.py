@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels_numba.batch import RING_ROWS
 from lfm2serve.engine import Engine
 from lfm2serve.memory.prompt_cache import Mark
-from tests.law.harness import ASSISTANT, END, USER, Chat, Request, Result, Way, ask, check, engine_for, prompt
+from tests.law.harness import END, Chat, Request, Result, Way, ask, check, engine_for, prompt
 
 KEEPING = Way(threads=1, snapshot_pages=256, snapshot_bytes=128 << 10)
 WAYS = st.builds(

@@ -37,7 +37,7 @@ def test_attention_inputs(rng: np.random.Generator) -> None:
     operations.check_attention_inputs(run, rng, 3, 1, [(1, 0, 2), (0, 510, 3)])
 
 
-@pytest.mark.parametrize("tile", [1, 3, 8])
+@pytest.mark.parametrize("tile", [1, 8])
 def test_conv(rng: np.random.Generator, tile: int) -> None:
     steps = [
         [(0, 0, 1), (2, 0, 37), (1, 0, 2)],
@@ -66,11 +66,10 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) 
     operations.check_routing(run, rng, rows, experts, top_k, 64, Chooser)
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_router(rng: np.random.Generator, spread: bool) -> None:
-    operations.check_routing(run, rng, 5, 20, 3, 256, spread=spread)
+def test_router(rng: np.random.Generator) -> None:
+    operations.check_routing(run, rng, 5, 20, 3, 256)
 
 
 @pytest.mark.parametrize(("scale", "ties"), [(1.0, True), (4.0, False)])
 def test_sample(rng: np.random.Generator, scale: float, ties: bool) -> None:
-    operations.check_sample(run, rng, 5, 300, 289, scale, ties)
+    operations.check_sample(run, rng, 4, 160, 150, scale, ties)

@@ -1,0 +1,34 @@
+"""Makes a checkpoint in the published format of trained weights, through transformers.
+
+python export.py BASE TRAINED OUT     # BASE has the tokenizer and templates, TRAINED has train.py's weights
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from model import Shape, config
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
+
+
+def main(base: Path, trained: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
+    tokens = {"bos_token_id": "<|startoftext|>", "eos_token_id": "<|im_end|>", "pad_token_id": "<|pad|>"}
+    ids = {name: tokenizer.token_to_id(token) for name, token in tokens.items()}
+    cfg = Lfm2MoeConfig(**config(Shape(), ids), dtype="bfloat16", architectures=["Lfm2MoeForCausalLM"])
+    cfg.save_pretrained(out)
+    save_file(load_file(trained / "model.safetensors"), str(out / "model.safetensors"), metadata={"format": "pt"})
+    network = Lfm2MoeForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    network.save_pretrained(out)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copyfile(base / name, out / name)
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:4]))
