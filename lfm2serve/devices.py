@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 
@@ -11,9 +10,6 @@ from lfm2serve.config import ModelConfig
 from lfm2serve.errors import DeviceError
 from lfm2serve.options import EngineOptions
 
-log = logging.getLogger("lfm2serve")
-
-NO_GPU = "no NVIDIA driver or no GPU here"
 GIB = 1 << 30
 CPU_STATES_BYTES = 2 * GIB  # pages and kept states together, unless a limit is set
 GPU_RESERVE_BYTES = 3 * GIB // 2  # for the driver, compiled kernels and graphs, and whoever else needs a little
@@ -37,40 +33,35 @@ class Target:
 
 
 def find_device(options: EngineOptions) -> Target:
-    """The device that `options` ask for; "auto" takes a GPU where one can run the kernels, and says why one isn't used.
+    """The device that `options` ask for; "auto" is the CPU in this version.
 
-    DeviceError: no such device, no driver, a GPU below compute capability 8.0, or one that kernels can't be compiled for.
+    DeviceError: no driver, no such GPU, one below compute capability 8.0, or one that kernels can't be compiled for.
     """
-    if options.device != "cpu":
-        found = _find_gpu(options)
-        if isinstance(found, Target):
-            return found
-        if options.device == "cuda":
-            raise DeviceError(f"device cuda: {found}; --device cpu runs without a GPU")
-        if found != NO_GPU:
-            log.warning("the GPU isn't used: %s", found)
+    if options.device == "cuda":
+        return _find_gpu(options)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Target("cpu", "CPU", memory, CPU_STATES_BYTES, CPU_CHUNK)
 
 
-def _find_gpu(options: EngineOptions) -> Target | str:
-    """The GPU, or why it can't be used."""
+def _find_gpu(options: EngineOptions) -> Target:
     from kernels_numba.cuda.compiler import CompileError
     from kernels_numba.cuda.driver import CudaError, Device, device_count
 
     if device_count() == 0:
-        return NO_GPU
+        raise DeviceError("device cuda: no NVIDIA driver or no GPU here; --device cpu runs without one")
     if options.dtype == "float32":
-        return "dtype float32 runs on the CPU only"
+        raise DeviceError("device cuda: dtype float32 runs on the CPU only")
     try:
         device = Device.open(options.gpu)
         from kernels_numba.cuda.embed import embed
 
         device.function(embed)  # the smallest kernel: can one be compiled here at all?
     except CudaError as error:
-        return str(error)
+        raise DeviceError(f"device cuda: {error}") from error
     except (CompileError, ImportError) as error:
-        return f"kernels can't be compiled ({error}); pip install 'lfm2serve[cuda]' brings the tools"
+        raise DeviceError(
+            f"device cuda: kernels can't be compiled ({error}); pip install 'lfm2serve[cuda]' brings the tools"
+        ) from error
     return Target("cuda", device.name, device.free_bytes() - GPU_RESERVE_BYTES, None, GPU_CHUNK, options.gpu)
 
 

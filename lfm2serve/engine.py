@@ -420,7 +420,12 @@ class Engine:
             self._finish(stream, stream.finish_reason, event)
 
     def _failed(self, chunks: list[Chunk], error: Exception) -> None:
-        """A step raised: its streams run again by themselves; one that fails alone ends with an error."""
+        """A step raised: its streams run again by themselves; one that fails alone ends with an error.
+
+        An error that the backend calls fatal is the engine's end.
+        """
+        if getattr(error, "fatal", False):
+            raise error
         self._counters.failed_steps += 1
         with self._book:
             if len(chunks) == 1:

@@ -42,7 +42,7 @@ class SamplingFlags:
 
 
 HELP = {
-    "device": "auto, cpu or cuda; auto takes a GPU where there is one.",
+    "device": "auto (the CPU in this version), cpu or cuda.",
     "gpu": "Which GPU, counted from 0.",
     "dtype": "Of activations and K/V: auto (bfloat16), bfloat16 or float32.",
     "context": "Longest prompt + reply, in tokens.",

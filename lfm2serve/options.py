@@ -16,7 +16,7 @@ KvMode = Literal["paged", "fixed"]
 class EngineOptions:
     """What a user may set about one loaded model; `serve`, `generate`, `chat` and `LLM` share it.
 
-    device: "auto" takes a GPU where there is one. gpu: which of several. dtype: of activations and K/V ("auto" = bfloat16; weights stay bfloat16).
+    device: "auto" is the CPU in this version. gpu: which of several. dtype: of activations and K/V ("auto" = bfloat16; weights stay bfloat16).
     context: longest prompt + reply, in tokens (None: what the model and the pool allow).
     max_streams: replies that run at once. kv: "paged", or "fixed" (one contiguous range of pages a stream).
     kv_pages: pages of 512 positions in the pool (None: from the memory plan).

@@ -196,6 +196,22 @@ def test_a_fault_of_the_engine_ends_every_stream_and_refuses_new_ones(tiny_moe: 
         assert engine.census().clean
 
 
+def test_an_error_that_the_backend_calls_fatal_is_the_engines_end(tiny_moe: Path) -> None:
+    class LostDevice(RuntimeError):
+        fatal = True
+
+    with engine_for(tiny_moe, Way(), ends=True) as (engine, _):
+        reply = Reply(engine, prompt(5, 1), GREEDY.with_(max_tokens=1000))
+        other = Reply(engine, prompt(6, 1), GREEDY.with_(max_tokens=1000))
+
+        def lost(*args: object) -> None:
+            raise LostDevice("the device is gone")
+
+        engine._steps.run = lost  # type: ignore[method-assign, assignment]
+        assert reply.wait().finish_reason == "error" and other.wait().finish_reason == "error"
+        assert engine.fault is not None and "the device is gone" in engine.fault and engine.census().clean
+
+
 def test_close_aborts_what_runs_and_can_be_called_twice(tiny_moe: Path) -> None:
     with engine_for(tiny_moe, Way(), ends=True) as (engine, _):
         replies = [Reply(engine, prompt(50, i), GREEDY.with_(max_tokens=1000)) for i in range(12)]

@@ -27,7 +27,9 @@ _MINIMUM_CAPABILITY = (8, 0)
 
 
 class CudaError(RuntimeError):
-    """A call of the driver failed."""
+    """A call of the driver failed. fatal: what the device's memory holds now can't be trusted."""
+
+    fatal = True
 
 
 class CudaUnavailable(CudaError):
@@ -36,6 +38,8 @@ class CudaUnavailable(CudaError):
 
 class CudaOutOfMemory(CudaError):
     """An allocation did not fit."""
+
+    fatal = False
 
 
 def _driver() -> Any:

@@ -47,13 +47,14 @@ class Uploads:
         event = self._sent[index]
         if event is not None:
             event.synchronize()
-        buffer, offset, out = self._buffers[index], 0, []
+        buffer, offset, end, out = self._buffers[index], 0, 0, []
         for array in arrays:
             nbytes = array.nbytes
+            end = offset + nbytes  # the last array is copied without padding: what lies behind it isn't ours
             buffer.array[offset : offset + nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             out.append(DeviceArray(target.pointer + offset, array.shape, KINDS[array.dtype.str[1:]]))
             offset += -(-nbytes // ALIGN) * ALIGN
-        call("cuMemcpyHtoDAsync", target.pointer, buffer.pointer, offset, self._stream.handle)
+        call("cuMemcpyHtoDAsync", target.pointer, buffer.pointer, end, self._stream.handle)
         self._events[index].record(self._stream)
         self._sent[index] = self._events[index]
         self._next = (index + 1) % len(self._buffers)

@@ -12,6 +12,7 @@ from lfm2serve.config import ModelConfig
 from lfm2serve.devices import Target, find_device, open_backend
 from lfm2serve.dummy import random_weights, shape, weight_bytes
 from lfm2serve.engine import Engine
+from lfm2serve.errors import Lfm2Error
 from lfm2serve.memory.pages import SLACK_ROWS, PagePool
 from lfm2serve.memory.plan import MemoryPlan, make_plan
 from lfm2serve.memory.states import StreamStates
@@ -87,13 +88,19 @@ def ask(
     params: SamplingParams | Sequence[SamplingParams],
     seeds: Sequence[int] | None = None,
 ) -> list[Reply]:
-    """All prompts at once; waits for all replies. params: for all, or of each; seeds: of each (default: its place)."""
+    """All prompts at once; waits for all replies. params: for all, or of each; seeds: of each (default: its place).
+
+    Lfm2Error: one of them failed.
+    """
     replies = [Reply([], []) for _ in prompts]
+    errors: list[Lfm2Error] = []
 
     def take(reply: Reply, event: StreamEvent) -> None:
         reply.tokens.extend(event.tokens)
         reply.logprobs.extend(event.logprobs or [])
         m = event.metrics
+        if event.error is not None:
+            errors.append(event.error)
         if event.finish_reason is not None and m.first_token and m.finished:
             reply.first_s, reply.total_s = m.first_token - m.arrival, m.finished - m.arrival
 
@@ -101,6 +108,8 @@ def ask(
     for ids, reply, wanted, seed in zip(prompts, replies, each, seeds or range(len(prompts)), strict=True):
         engine.submit(ids, wanted, partial(take, reply), seed=seed)
     engine.drain()
+    if errors:
+        raise errors[0]
     return replies
 
 

@@ -145,6 +145,22 @@ def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, r
     assert len(network.page_table) == SLOTS
 
 
+def test_a_page_table_row_is_sent_to_its_last_byte_and_no_further(
+    network: Network, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int]] = []
+
+    def call(function: str, *arguments: Any) -> None:
+        if function == "cuMemcpyHtoDAsync":
+            sent.append((arguments[0], arguments[2]))
+
+    monkeypatch.setattr(inputs, "call", call)
+    target = recorder.allocate((5, 3), "i32")
+    network.backend.uploads.send([np.arange(3, dtype=np.int32)], target[4])
+    network.backend.uploads.send([np.arange(3, dtype=np.int32), np.zeros(1, np.int32)], target)
+    assert sent == [(target.pointer + 48, 12), (target.pointer, 16 + 4)]
+
+
 def test_what_is_made_anew_gives_up_what_was_and_close_gives_up_all(network: Network, recorder: Recorder) -> None:
     be, vocab = network.backend, network.config.vocab_size
 
