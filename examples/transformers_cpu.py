@@ -1,4 +1,4 @@
-"""The same figures as `lfm2serve bench throughput`, from Hugging Face transformers: LFM2-350M's shape, random bf16 weights.
+"""The figures of `lfm2serve bench throughput` from Hugging Face transformers: LFM2-350M's shape, random bf16 weights.
 
 Needs torch and transformers (neither is needed by lfm2serve): python examples/transformers_cpu.py
 """

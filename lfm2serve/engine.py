@@ -226,7 +226,7 @@ class Engine:
         room = self._pool.capacity_rows - SLACK_ROWS - count
         if room < least:
             raise RequestTooLarge(
-                f"prompt and reply need {count + least + SLACK_ROWS} rows; the page pool holds {self._pool.capacity_rows}",
+                f"prompt and reply need {count + least + SLACK_ROWS} rows; the pool holds {self._pool.capacity_rows}",
                 param="max_tokens" if wanted else "prompt",
             )
         if wanted is not None:

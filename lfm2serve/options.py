@@ -16,15 +16,15 @@ KvMode = Literal["paged", "fixed"]
 class EngineOptions:
     """What a user may set about one loaded model; `serve`, `generate`, `chat` and `LLM` share it.
 
-    device: "auto" is the CPU in this version. gpu: which of several. dtype: of activations and K/V ("auto" = bfloat16; weights stay bfloat16).
-    context: longest prompt + reply, in tokens (None: what the model and the pool allow).
-    max_streams: replies that run at once. kv: "paged", or "fixed" (one contiguous range of pages a stream).
-    kv_pages: pages of 512 positions in the pool (None: from the memory plan).
-    prompt_chunk: rows of one prompt step (None: chosen by max_gap_ms). max_gap_ms: how long running streams may
-    wait for a prompt step. default_max_tokens: reply limit where a request names none.
-    memory_limit_gib: for weights, scratch, pages and kept states together. prompt_cache_gib: for kept states (None: from
-    the memory plan, 0: off). warm_pass: prepare the next turn's state after a reply that comes back as other tokens.
-    drafts: draft by lookup in a stream's own tokens. threads: CPU threads (None: all cores).
+    device: "auto" is the CPU in this version. gpu: which of several. dtype: of activations and K/V ("auto" is
+    bfloat16; weights stay bfloat16). context: longest prompt + reply, in tokens (None: what the model and the pool
+    allow). max_streams: replies that run at once. kv: "paged", or "fixed" (one contiguous range of pages a stream).
+    kv_pages: pages of 512 positions in the pool (None: from the memory plan). prompt_chunk: rows of one prompt step
+    (None: chosen by max_gap_ms). max_gap_ms: how long running streams may wait for a prompt step.
+    default_max_tokens: reply limit where a request names none. memory_limit_gib: for weights, scratch, pages and kept
+    states together. prompt_cache_gib: for kept states (None: from the memory plan, 0: off). warm_pass: prepare the
+    next turn's state after a reply that comes back as other tokens. drafts: draft by lookup in a stream's own tokens.
+    threads: CPU threads (None: all cores).
     """
 
     device: Device = "auto"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +79,7 @@ class RunMapMachine(RuleBasedStateMachine):
         runs = self.map.runs()
         assert {page for run in runs for page in range(run.start, run.end)} == self.free
         assert self.map.free == len(self.free)
-        assert all(a.end < b.start for a, b in zip(runs, runs[1:], strict=False))
+        assert all(a.end < b.start for a, b in pairwise(runs))
 
 
 TestRunMap = RunMapMachine.TestCase

@@ -242,7 +242,7 @@ def main() -> None:
         wrong = check(items)
         print("\n".join(wrong) or f"{len(items)} questions, none of a wording, name or number of the training chats")
         raise SystemExit(bool(wrong))
-    items = make()
+    items = make(counts=COUNTS | MORE)
     tokenizer = Tokenizer.from_file(sys.argv[1])
     for item in items:
         item["prompt_tokens"] = len(tokenizer.encode(prompt_text(item), add_special_tokens=False).ids)

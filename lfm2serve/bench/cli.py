@@ -110,7 +110,8 @@ def law(
     outcomes = list(
         compare(
             _shape_name(model), options,
-            lengths=sizes, tokens=tokens, chunks=_numbers(chunks, "--chunks"), together=counts, randoms=randoms, limit_s=limit,
+            lengths=sizes, tokens=tokens, chunks=_numbers(chunks, "--chunks"), together=counts, randoms=randoms,
+            limit_s=limit,
         )
     )  # fmt: skip
     if as_json:

@@ -74,10 +74,10 @@ def ways(chunks: list[int], together: list[int], randoms: int, seed: int = 0) ->
 
 
 def compare(
-    model: str, options: EngineOptions, *, lengths: list[int], tokens: int, chunks: list[int], together: list[int], randoms: int,
-    limit_s: float,
+    model: str, options: EngineOptions, *, lengths: list[int], tokens: int, chunks: list[int], together: list[int],
+    randoms: int, limit_s: float,
 ) -> Iterator[Outcome]:  # fmt: skip
-    """Run every way; the first outcome is the reference itself, again. Stops starting new ones after limit_s seconds."""
+    """Run every way; the first outcome is the reference itself, again. After limit_s seconds no further way starts."""
     started = time.perf_counter()
     with dummy(model, options) as made:
         sampled, greedy = (SamplingParams(temperature=t, top_p=0.95, max_tokens=tokens, logprobs=5) for t in (0.8, 0.0))

@@ -81,8 +81,8 @@ def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, ta
     budget = limit - fixed if limit is not None else target.states_bytes or 0
     if limit is not None and budget < page_bytes:
         raise MemoryPlanError(
-            f"--memory-limit-gib {limit / GIB:.2f}: weights, scratch and conv states take {fixed / GIB:.2f} GiB and a page "
-            f"of the pool {page_bytes / GIB:.4f} GiB"
+            f"--memory-limit-gib {limit / GIB:.2f}: weights, scratch and conv states take {fixed / GIB:.2f} GiB "
+            f"and a page of the pool {page_bytes / GIB:.4f} GiB"
         )
     longest = config.max_position_embeddings
     if options.context is not None and options.context > longest:
@@ -93,8 +93,8 @@ def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, ta
     asked = None if options.prompt_cache_gib is None else int(options.prompt_cache_gib * GIB)
     if limit is not None and (asked or 0) + page_bytes * (options.kv_pages or 1) > budget:
         raise MemoryPlanError(
-            f"--kv-pages {options.kv_pages or 1} and --prompt-cache-gib {options.prompt_cache_gib or 0:g} don't fit into the "
-            f"{budget / GIB:.2f} GiB that --memory-limit-gib leaves"
+            f"--kv-pages {options.kv_pages or 1} and --prompt-cache-gib {options.prompt_cache_gib or 0:g} don't fit "
+            f"into the {budget / GIB:.2f} GiB that --memory-limit-gib leaves"
         )
     share = int(budget * POOL_SHARE) if asked is None or limit is None else budget - asked
     pages = options.kv_pages or min(useful, share // page_bytes)
@@ -119,14 +119,14 @@ def _context(config: ModelConfig, options: EngineOptions, pages: int) -> tuple[i
         room = pages * PAGE_ROWS - SLACK_ROWS
         if options.context is not None and options.context > room:
             raise MemoryPlanError(
-                f"--context {options.context}: the pool's {pages} pages hold {max(0, room)} tokens; raise --kv-pages or "
-                f"--memory-limit-gib"
+                f"--context {options.context}: the pool's {pages} pages hold {max(0, room)} tokens; raise --kv-pages "
+                f"or --memory-limit-gib"
             )
         return options.context or min(longest, room), 1
     context = options.context or min(longest, pages // options.max_streams * PAGE_ROWS - SLACK_ROWS)
     if context < 1 or pages_for(context + SLACK_ROWS) > pages:
         raise MemoryPlanError(
-            f"--kv fixed: {pages} pages don't hold {options.max_streams} ranges; lower --max-streams or --context, or raise "
-            f"--kv-pages"
+            f"--kv fixed: {pages} pages don't hold {options.max_streams} ranges; lower --max-streams or --context, "
+            f"or raise --kv-pages"
         )
     return context, pages_for(context + SLACK_ROWS)

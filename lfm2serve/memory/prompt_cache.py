@@ -42,8 +42,8 @@ class KeptState:
     """K/V rows [0, at) and conv states after them, for exactly these tokens (int32 bytes).
 
     runs: snapshot pages. conv_rows: conv inputs kept (2, or a whole ring); first_input: the lowest position among them.
-    Only a `ready` state can hit; one that is `copied` may be evicted. pins: streams that resume it just now. superseded:
-    a newer state of the same chat extends it; never a `lasting` one, which other requests start from too.
+    Only a `ready` state can hit; one that is `copied` may be evicted. pins: streams that resume it just now.
+    superseded: a newer state of the same chat extends it; never a `lasting` one, which other requests start from too.
     """
 
     tokens: bytes

@@ -1,4 +1,4 @@
-"""The whole engine on the CUDA backend over a device that queues nothing: every way of bench law, every launch checked."""
+"""The whole engine on the CUDA backend over a device that queues nothing: every way of bench law."""
 
 from __future__ import annotations
 
