@@ -6,12 +6,15 @@ the same token itself. (Prompt lookup decoding, Saxena 2023, with a rule for whe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 MATCH = 4  # shortest suffix that is looked up
 MAX_DRAFT = 15  # tokens; with the row before them a verify window of 16
 TRUST = 0.75  # share of draft tokens taken, assumed of a stream that has not drafted yet
-MEMORY = 0.8  # weight of the past in that share
+MEMORY = 0.8  # weight of the past in that share, after one more token
+ENOUGH, SAMPLES = 3, 4  # rounds of a size: fewest to know its cost, most that are remembered
+RECENT = 512  # rounds
 PAUSE = 16  # tokens without drafts after one that lost; doubles while drafts lose
 LONGEST_PAUSE = 512
 
@@ -21,21 +24,18 @@ class SuffixLookup:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, ...], int] = {}
-        self._earlier: dict[tuple[int, ...], int] = {}
-        self._known = 0  # tokens whose runs are in the tables
+        self._known = MATCH - 1  # runs that end up to here are in the table
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that followed the last earlier occurrence of the longest suffix found."""
         count = len(tokens)
-        for end in range(max(self._known, MATCH - 1) + 1, count + 1):
-            run = tuple(tokens[end - MATCH : end])
-            if (before := self._last.get(run)) is not None:
-                self._earlier[run] = before
-            self._last[run] = end
-        self._known = count
-        if count <= MATCH or most < 1:
-            return []
-        at = self._earlier.get(tuple(tokens[count - MATCH : count]))
+        if self._known < count - 1:  # all runs but the one to look up
+            new = tokens[self._known + 1 - MATCH : count - 1]
+            self._last.update(
+                zip(zip(*(new[i:] for i in range(MATCH)), strict=False), range(self._known + 1, count), strict=True)
+            )
+            self._known = count - 1
+        at = self._last.get(tuple(tokens[count - MATCH : count])) if most >= 1 and count > MATCH else None
         if at is None:
             return []
         draft = list(tokens[at : at + most])
@@ -46,29 +46,52 @@ class SuffixLookup:
 
 
 class RoundCosts:
-    """What a decode round of so many rows takes, learned from the rounds that ran (seconds, smoothed)."""
+    """What a decode round of so many rows takes, in seconds, learned from the rounds that ran.
+
+    A number of rows is known by the best of its last rounds, since what disturbs one only ever adds to it: from the
+    third on, and as long as one of them is recent. So a size that was slow once is tried again.
+    """
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}
+        self._samples: dict[int, deque[float]] = {}
+        self._last: dict[int, int] = {}  # round in which a size ran last
+        self._rounds = 0
 
     def record(self, rows: int, seconds: float) -> None:
-        old = self._seconds.get(rows)
-        self._seconds[rows] = seconds if old is None else 0.8 * old + 0.2 * seconds
+        size = _size(rows)
+        self._rounds += 1
+        if self._rounds - self._last.get(size, self._rounds) > RECENT:
+            self._samples[size].clear()
+        self._last[size] = self._rounds
+        self._samples.setdefault(size, deque(maxlen=SAMPLES)).append(seconds)
 
-    def estimate(self, rows: int) -> float:
-        """Seconds of a round of `rows` rows; 0 while nothing near is known (so that it gets tried)."""
-        known = sorted(self._seconds)
-        if not known:
-            return 0.0
-        above = next((r for r in known if r >= rows), None)
-        below = next((r for r in reversed(known) if r <= rows), None)
-        if above is None or below is None:
-            near = known[-1] if above is None else known[0]
-            return self._seconds[near] * (1.0 if above is not None else 1.0 + 0.02 * (rows - near))
-        if above == below:
-            return self._seconds[above]
-        share = (rows - below) / (above - below)
-        return self._seconds[below] + share * (self._seconds[above] - self._seconds[below])
+    def estimates(self, counts: Sequence[int]) -> list[float]:
+        """Seconds of rounds of so many rows; 0 while nothing near is known (so that they get tried)."""
+        oldest = self._rounds - RECENT
+        known = {
+            size: min(samples)
+            for size, samples in self._samples.items()
+            if len(samples) >= ENOUGH and self._last[size] >= oldest
+        }
+        return [_between(known, _size(rows)) for rows in counts]
+
+
+def _size(rows: int) -> int:
+    """Round sizes that count as one."""
+    return rows if rows <= 16 else -(-rows // 8) * 8
+
+
+def _between(known: dict[int, float], size: int) -> float:
+    """The cost of a size from those of its neighbours; beyond the largest 2 % a row."""
+    above = min((other for other in known if other >= size), default=None)
+    below = max((other for other in known if other <= size), default=None)
+    if below is None:
+        return known[above] if above is not None else 0.0
+    if above is None:
+        return known[below] * (1.0 + 0.02 * (size - below))
+    if above == below:
+        return known[size]
+    return known[below] + (size - below) / (above - below) * (known[above] - known[below])
 
 
 class Drafter:
@@ -94,15 +117,17 @@ class Drafter:
 
     def _worth(self, longest: int, rows: int, costs: RoundCosts) -> int:
         """The draft length with the best tokens per second of this stream, 0 if that is a plain round."""
-        plain = costs.estimate(rows)
+        if not longest:
+            return 0
+        plain, *drafted = costs.estimates(range(rows, rows + longest + 1))
         best, rate = 0, 1.0
         expected, chance = 1.0, 1.0
-        for length in range(1, longest + 1):
+        for length, seconds in enumerate(drafted, start=1):
             chance *= self._trust
             expected += chance
-            cost = costs.estimate(rows + length) / plain if plain else 1.0
-            if expected / max(cost, 1.0) > rate * 1.02:
-                best, rate = length, expected / max(cost, 1.0)
+            cost = max(seconds / plain, 1.0) if plain else 1.0
+            if expected / cost > rate * 1.02:
+                best, rate = length, expected / cost
         return best
 
     def learn(self, drafted: int, accepted: int, length: int) -> None:
@@ -110,7 +135,8 @@ class Drafter:
         self.drafted += drafted
         self.accepted += accepted
         tried = min(drafted, accepted + 1)  # what follows the first refusal was never tested
-        self._trust = MEMORY * self._trust + (1 - MEMORY) * accepted / tried
+        weight = MEMORY**tried
+        self._trust = weight * self._trust + (1 - weight) * accepted / tried
         if accepted:
             self._pause = PAUSE
         else:

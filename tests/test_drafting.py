@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lfm2serve.drafting import MATCH, MAX_DRAFT, PAUSE, Drafter, RoundCosts, SuffixLookup
+from lfm2serve.drafting import ENOUGH, MATCH, MAX_DRAFT, PAUSE, RECENT, SAMPLES, Drafter, RoundCosts, SuffixLookup
 
 
 def test_the_lookup_proposes_what_followed_the_last_earlier_occurrence() -> None:
@@ -37,7 +38,7 @@ def test_the_lookup_is_the_same_grown_token_by_token(tokens: list[int], most: in
 
 def cost(per_row: float) -> RoundCosts:
     costs = RoundCosts()
-    for rows in (1, 2, 4, 8, 16):
+    for rows in (1, 2, 4, 8, 16) * ENOUGH:
         costs.record(rows, 1.0 + per_row * (rows - 1))
     return costs
 
@@ -63,10 +64,49 @@ def test_a_stream_whose_drafts_fail_pauses_longer_each_time_and_starts_again_on_
     assert drafter.accepted == 0 and drafter.drafted == 20
 
 
+def test_a_size_that_was_slow_once_is_tried_until_it_is_known() -> None:
+    costs = RoundCosts()
+    assert costs.estimates([16])[0] == 0.0
+    for _ in range(ENOUGH):
+        costs.record(1, 1.0)
+    costs.record(16, 50.0)  # it had to wait for something
+    assert costs.estimates([16])[0] == pytest.approx(1.3)
+    costs.record(16, 2.0)
+    costs.record(16, 2.2)
+    assert costs.estimates([1, 16, 2]) == [1.0, 2.0, pytest.approx(1.0 + 1 / 15)]
+    for _ in range(SAMPLES):
+        costs.record(16, 3.0)
+    assert costs.estimates([16])[0] == 3.0
+
+
+def test_what_a_size_took_is_forgotten_when_it_has_not_run_for_long() -> None:
+    costs = RoundCosts()
+    for _ in range(ENOUGH):
+        costs.record(16, 5.0)
+    for _ in range(RECENT):
+        costs.record(1, 1.0)
+    assert costs.estimates([16])[0] == 5.0
+    costs.record(1, 1.0)
+    assert costs.estimates([16])[0] == pytest.approx(1.3)
+    costs.record(16, 2.0)
+    assert costs.estimates([16])[0] == pytest.approx(1.3)
+
+
 @given(st.lists(st.tuples(st.integers(1, 64), st.floats(1e-4, 1.0)), min_size=1, max_size=20), st.integers(1, 80))
 def test_cost_estimates_lie_among_what_was_seen(seen: list[tuple[int, float]], rows: int) -> None:
     costs = RoundCosts()
-    for count, seconds in seen:
+    for count, seconds in seen * ENOUGH:
         costs.record(count, seconds)
     low, high = min(s for _, s in seen), max(s for _, s in seen)
-    assert low * 0.999 <= costs.estimate(rows) <= high * (1.0 + 0.02 * 80)
+    assert low * 0.999 <= costs.estimates([rows])[0] <= high * (1.0 + 0.02 * 80)
+
+
+def test_trust_follows_single_tokens() -> None:
+    """A long draft that is taken whole says more than a short one; what follows a refusal says nothing."""
+    text, costs = [1, 2, 3, 4, 5, 6, 7, 8, 9] * 3, cost(0.2)
+    lengths = []
+    for drafted, accepted in ((15, 15), (1, 1), (15, 1)):
+        drafter = Drafter()
+        drafter.learn(drafted, accepted, 0)
+        lengths.append(len(drafter.propose([*text, *text], 100, 1, costs)))
+    assert lengths[0] > lengths[1] > lengths[2] > 0

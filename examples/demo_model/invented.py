@@ -179,7 +179,7 @@ _READ = Ways(
         "What's the {prop} of the {noun} with {w}?",
         "{Verb} {noun} {prop}: {w}.",
     ],
-    ["Can you find out the {prop} of {noun} {w}?", "Which {prop} does {noun} {w} have?"],
+    ["Can you look up the {prop} of {noun} {w}?", "Which {prop} does the {noun} {w} have?"],
     phrases=[
         "the {prop} of {noun} {w}",
         "the {prop} of the {noun} {w}",
@@ -197,7 +197,7 @@ _DO = Ways(
         "{Verb} the {noun} {w}.",
         "I need to {verb} a {noun} with {w}.",
     ],
-    ["Do {verb} the {noun} for me, {w}.", "We should {verb} a {noun} with {w}."],
+    ["I have to {verb} the {noun} with {w}.", "We need to {verb} a {noun} with {w}."],
     orders=["{verb} the {noun} with {w}", "{verb} a {noun} with {w}", "{verb} {noun} {w}", "{verb} the {noun}: {w}"],
 )
 _BY_NAME = Ways(
@@ -208,13 +208,13 @@ _BY_NAME = Ways(
         "Run {tool} with {w}.",
         "Please call {tool}, {w}.",
     ],
-    ["Make use of {tool}, with {w}.", "A call of {tool} with {w}, please."],
+    ["Make use of {tool} with {w}.", "I need a call of {tool} with {w}."],
     orders=["use {tool} with {w}", "call {tool} with {w}", "run the tool {tool} with {w}"],
 )
 # the tools of the first training: one parameter, named as the thing is
 _PLAIN = Ways(
     ["What is the {prop} of {noun} {w}?", "{Verb} the {prop} of {noun} {w}.", "Tell me the {prop} of {noun} {w}."],
-    ["Can you find out the {prop} of {noun} {w}?", "I must know the {prop} which {noun} {w} has."],
+    ["Can you look up the {prop} of {noun} {w}?", "Could you find the {prop} of {noun} {w}?"],
     phrases=["the {prop} of {noun} {w}", "the {prop} of the {noun} {w}", "{noun} {w}'s {prop}"],
 )
 

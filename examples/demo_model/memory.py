@@ -70,7 +70,7 @@ _SLOTS: dict[str, Slot] = {
             "And what is my name?",
             "Can you remember my name?",
         ],
-        ["Which name did I give you?", "By which name do you know me?", "Who is talking to you?"],
+        ["Which name did I give you?", "Could you say my name to me?"],
         ["my name", "the name of me", "my first name"],
     ),
     "number": _slot(
@@ -108,7 +108,7 @@ _SLOTS: dict[str, Slot] = {
             "Do you still know my lucky number?",
             "Which number did I ask you to remember?",
         ],
-        ["Which number is my lucky number?", "Which of all numbers do I call lucky?"],
+        ["Which number is my lucky number?", "Could you find my lucky number?"],
         ["my lucky number", "the lucky number I told you", "the number I call lucky", "my favourite number"],
     ),
     "city": _slot(
@@ -138,7 +138,7 @@ _SLOTS: dict[str, Slot] = {
             "Where did I say I live?",
             "Where do I come from?",
         ],
-        ["Which town do I live in?", "Where is it that I have my home?"],
+        ["Can you tell me where I live?", "Which town do I live in?"],
         ["my town", "the town where I live", "my home town", "the place I live in", "my city"],
     ),
     "colour": _slot(
@@ -167,7 +167,7 @@ _SLOTS: dict[str, Slot] = {
             "Which colour did I say I like?",
             "Which colour do I love?",
         ],
-        ["Which is the colour that I prefer?", "Among all colours, which one is mine?"],
+        ["Which colour is my favourite colour?", "Which colour is it that I like best?"],
         ["my favourite colour", "the colour I like best", "the colour I love", "my favorite color"],
     ),
     "pet": _slot(
@@ -228,7 +228,7 @@ _SLOTS: dict[str, Slot] = {
             "What was the secret word?",
             "Do you remember the password?",
         ],
-        ["Can you repeat the secret word?", "Is the secret word still in your memory? Say it."],
+        ["Can you repeat the secret word?", "Do you still know the password?"],
         ["the secret word", "the password", "our secret word", "the word I told you"],
     ),
     "age": _slot(
@@ -266,7 +266,7 @@ _SLOTS: dict[str, Slot] = {
             "What did I say my job is?",
             "What is my profession?",
         ],
-        ["Which job do I have?", "As what do I earn my money?"],
+        ["Which job do I have?", "Which job is my job?"],
         ["my job", "my work", "the job I have", "my profession"],
     ),
     "friend": _slot(
@@ -288,7 +288,7 @@ _SLOTS: dict[str, Slot] = {
             "Do you remember my best friend's name?",
             "Who did I say is my best friend?",
         ],
-        ["Whom do I call my best friend?", "Do you know who my best friend is?"],
+        ["Which name does my best friend have?", "Do you know who my best friend is?"],
         ["my best friend", "the name of my best friend", "my best friend's name"],
     ),
     "list": _slot(
@@ -344,7 +344,7 @@ _KEYED = [
             "Which code does the {k} have?",
             "Code of the {k}?",
         ],
-        ["Which code opens the {k}?", "With which code do I get into the {k}?"],
+        ["Which code is the code of the {k}?", "Could you find the code of the {k}?"],
         ["the code of the {k}", "the {k}'s code", "the code for the {k}"],
     ),
     _slot(
@@ -362,7 +362,7 @@ _KEYED = [
         ["The {k} belongs to {v}.", "Remember that the {k} belongs to {v}.", "{v} owns the {k}."],
         ["the {k} belongs to {v}", "{v} owns the {k}", "the owner of the {k} is {v}"],
         ["Who owns the {k}?", "To whom does the {k} belong?", "Whose is the {k}?", "Tell me who owns the {k}."],
-        ["Do you know whose the {k} is?", "Who can call the {k} their own?"],
+        ["Do you know whose the {k} is?", "Who is the owner of the {k}?"],
         ["the owner of the {k}", "the name of the owner of the {k}", "the person who owns the {k}"],
     ),
     _slot(
@@ -376,7 +376,7 @@ _KEYED = [
             "Tell me the phone number of {k}.",
             "Which number does {k} have?",
         ],
-        ["At which number can I reach {k}?", "How can I call {k}? I need the number."],
+        ["Which phone number does {k} have?", "How can I call {k}? I need the number."],
         ["the phone number of {k}", "{k}'s phone number", "the number of {k}"],
     ),
     _slot(
@@ -410,8 +410,9 @@ def value_for(rng: random.Random, slot: str, test: bool) -> str:
 class Memory:
     """What has been told in one conversation. `tell` and `ask` give turns; a later telling replaces an earlier one."""
 
-    def __init__(self, rng: random.Random, test: bool) -> None:
-        self.rng, self.test = rng, test
+    def __init__(self, rng: random.Random, test: bool, plain: bool = False) -> None:
+        """plain: things are told in the first three of each list of wordings, which every stage of training has."""
+        self.rng, self.test, self.plain = rng, test, plain
         self.slots: dict[str, str] = {}
         self.keyed: dict[tuple[int, str], str] = {}
         self.told: list[Any] = []
@@ -439,7 +440,8 @@ class Memory:
 
     def tell_text(self, key: Any = None) -> str:
         ways, fields = self._learn(key)
-        return cap(ways.draw(self.rng, self.test).format(**fields))
+        wording = self.rng.choice(ways.train[:3]) if self.plain else ways.draw(self.rng, self.test)
+        return cap(wording.format(**fields))
 
     def tell_two(self) -> Turn:
         """Two different things about the user in one sentence."""
@@ -460,7 +462,7 @@ class Memory:
 
     def tell(self, key: Any = None) -> Turn:
         """One turn telling one to three things, acknowledged."""
-        if key is None and self.rng.random() < 0.25:
+        if key is None and not self.plain and self.rng.random() < 0.25:
             return self.tell_two()
         texts = [self.tell_text(key)]
         while self.rng.random() < 0.3 and len(texts) < 3:

@@ -63,9 +63,12 @@ def copy(rng: random.Random, i: int) -> Item:
 
 
 def recall(rng: random.Random, i: int) -> Item:
-    """Something told early; every second item puts at least 2,000 tokens between telling and asking."""
+    """Something told early; every second item puts at least 2,000 tokens between telling and asking.
+
+    Distance is the matter here, so things are told in plain words that training has too (`told` has others).
+    """
     chat = c.Chat()
-    memory = Memory(rng, True)
+    memory = Memory(rng, True, plain=True)
     for _ in range(rng.randint(1, 4)):
         chat.add(memory.tell())
     key = rng.choice(memory.told)

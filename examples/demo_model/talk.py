@@ -33,7 +33,7 @@ _HELLO = Ways(
         "hello",
         "Good afternoon.",
     ],
-    ["Hello, my friend!", "A good day to you!", "Hey there."],
+    ["Hello, good to see you!", "Hey, good to see you.", "Hey there."],
 )
 _WHO = Ways(
     [
@@ -61,7 +61,7 @@ _WHO = Ways(
         "Are you a real person?",
         "Who is this?",
     ],
-    ["With whom do I speak?", "Am I speaking with a machine?", "Describe yourself."],
+    ["Are you a model?", "Which kind of robot are you?", "Who are you, and who made you?"],
 )
 _CAN = Ways(
     [
@@ -82,15 +82,15 @@ _CAN = Ways(
         "What topics do you know?",
         "Give me an overview of what you can do.",
     ],
-    ["In what ways can you be useful?", "Which things do you know about?", "I don't know what to ask you."],
+    ["What things do you know?", "Which things can you do?", "What can I ask you about?"],
 )
 _THANKS = Ways(
     ["Thank you", "Thanks!", "Thank you very much.", "Great, thanks", "Thanks a lot!", "thanks"],
-    ["Many thanks to you.", "I thank you."],
+    ["Thanks, that was great.", "Thanks so much!"],
 )
 _BYE = Ways(
     ["Goodbye", "Bye!", "See you later.", "Good night", "bye", "Goodbye!", "See you!", "Bye bye."],
-    ["Farewell!", "Until next time."],
+    ["Goodbye and thanks.", "Good night, see you."],
 )
 _HOW = Ways(
     [
@@ -102,7 +102,7 @@ _HOW = Ways(
         "How are you doing?",
         "What's up?",
     ],
-    ["Do you feel fine?", "All well with you?"],
+    ["Are you doing well?", "How are things today?"],
 )
 _ANSWERS = [
     (_HELLO, f"Hello! {SELF} {KNOWS}", 3),

@@ -83,11 +83,11 @@ _CAPITAL = Ways(
         "And of {c}?",
     ],
     [
-        "Would you know which city is the capital of {c}?",
+        "The capital of {c} is which city?",
         "In {c}, which city is the capital?",
         "I want to know the capital of {c}.",
-        "Of all cities in {c}, which one is the capital?",
-        "Which capital belongs to {c}?",
+        "Would you know which city is the capital of {c}?",
+        "Please find the capital city of {c}.",
     ],
     phrases=[
         "the capital of {c}",
@@ -118,9 +118,9 @@ _COUNTRY = Ways(
         "For which country is {k} the capital?",
     ],
     [
+        "The city of {k} is the capital of what country?",
         "What country has {k} for its capital?",
-        "Whose capital is {k}? Name the country.",
-        "I am thinking of the country with the capital city {k}. Which one?",
+        "Say which country {k} is the capital of.",
     ],
     phrases=[
         "the country whose capital is {k}",
@@ -164,9 +164,9 @@ _SUM = Ways(
     ],
     [
         "Add {a} to {b}, will you?",
-        "How much do {a} and {b} give?",
-        "What does {a} plus {b} yield?",
-        "If I put {a} and {b} together, how many is it?",
+        "How much do {a} and {b} make?",
+        "Work out {a} + {b}.",
+        "What does {a} plus {b} give?",
     ],
     phrases=[
         "{a} plus {b}",
@@ -199,7 +199,7 @@ _DIFF = Ways(
         "What does {a} - {b} make?",
         "How many are {a} without {b}?",
     ],
-    ["How much is left of {a} without {b}?", "What does {a} minus {b} yield?", "How much remains of {a} minus {b}?"],
+    ["Work out {a} - {b}.", "How much is left of {a} without {b}?", "What does {a} minus {b} give?"],
     phrases=["{a} minus {b}", "{a} - {b}", "the difference of {a} and {b}", "the result of {a} - {b}", "{a} less {b}"],
     orders=[
         "subtract {b} from {a}",
@@ -238,7 +238,11 @@ _NEXT = Ways(
         "After {x}, which {u} comes?",
         "Which {u} follows {x}?",
     ],
-    ["What is the next {u} when it is {x}?", "Which {u} comes directly after {x}?", "It is {x}. Which {u} comes next?"],
+    [
+        "What is the next {u} when it is {x}?",
+        "Which {u} comes directly after {x}?",
+        "Please find the {u} that follows {x}.",
+    ],
     phrases=["the {u} after {x}", "the next {u} after {x}", "the {u} that follows {x}", "the {u} that comes after {x}"],
 )
 _PREV = Ways(
@@ -252,7 +256,7 @@ _PREV = Ways(
         "Before {x}, which {u} comes?",
         "Which {u} precedes {x}?",
     ],
-    ["Which {u} comes directly before {x}?", "Which {u} do we have right before {x}?"],
+    ["Which {u} comes directly before {x}?", "Please find the {u} that precedes {x}."],
     phrases=[
         "the {u} before {x}",
         "the {u} just before {x}",
@@ -268,7 +272,7 @@ _NTH = Ways(
         "Tell me the {n} {u} of the {w}.",
         "What is the name of the {n} {u} of the {w}?",
     ],
-    ["Within the {w}, which {u} is the {n}?", "How do we call the {n} {u} of the {w}?"],
+    ["Within the {w}, which {u} is the {n}?", "What is the {n} {u} in the {w} called?"],
     phrases=["the {n} {u} of the {w}", "the {n} {u} in the {w}", "the name of the {n} {u} of the {w}"],
 )
 _INDEX = Ways(
@@ -279,7 +283,7 @@ _INDEX = Ways(
         "Number of {x} in the {w}?",
         "What is the position of {x} in the {w}?",
     ],
-    ["Which position has {x} in the {w}?", "At which number does {x} stand in the {w}?"],
+    ["Which position has {x} in the {w}?", "What position does {x} have in the {w}?"],
     phrases=["the number of {x} in the {w}", "the position of {x} in the {w}", "the number of the {u} {x}"],
 )
 _LENGTH = Ways(
@@ -330,7 +334,7 @@ _OPPOSITE = Ways(
         "I need the opposite of the word {x}.",
         "The opposite of {x} is?",
     ],
-    ["Which word is opposite to {x}?", "Please find the opposite of {x}.", "{x} has an opposite. Which word is it?"],
+    ["Which word is opposite to {x}?", "Please find the opposite of {x}.", "Could you find the opposite of {x}?"],
     phrases=[
         "the opposite of {x}",
         "the opposite of the word {x}",
@@ -364,7 +368,7 @@ _SPELL = Ways(
         "How do people spell the word {x}?",
         "Letter by letter, what is {x}?",
     ],
-    ["How should I spell the word {x}?", "Which letters has the word {x}?", "I need the letters of {x}, one by one."],
+    ["How would you spell the word {x}?", "Which letters has the word {x}?", "How should I spell {x}?"],
     phrases=["the spelling of {x}", "the letters of {x}", "the letters of the word {x}", 'the spelling of "{x}"'],
     orders=[
         "spell {x}",
@@ -394,7 +398,7 @@ _COUNT = Ways(
         "Which numbers go from {a} to {b}?",
         "Start at {a} and count to {b}.",
     ],
-    ["Name every number from {a} up to {b}.", "From {a} on, count until you reach {b}."],
+    ["Give me all numbers from {a} to {b}.", "Please find all numbers from {a} to {b}."],
     orders=[
         "count from {a} to {b}",
         "count {a} to {b}",
@@ -416,12 +420,12 @@ _COUNT_UP = Ways(
         "Count the numbers up to {b}.",
         "Let's count to {b}.",
     ],
-    ["Begin with one and count until {b}.", "Are you good at counting to {b}? Show it."],
+    ["Would you count for me, up to {b}?", "I am glad if you count to {b}."],
     orders=["count to {b}", "count up to {b}", "count as far as {b}"],
 )
 _COUNT_DOWN = Ways(
     ["Count down from {b}.", "Count backwards from {b}.", "Count down from {b} to 1.", "Countdown from {b}."],
-    ["From {b}, count back to the start."],
+    ["Count from {b} down to 1.", "I am glad if you count down from {b}."],
     orders=["count down from {b}", "count backwards from {b}", "count down from {b} to one"],
 )
 _HOW_MANY = Ways(

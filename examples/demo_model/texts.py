@@ -30,8 +30,8 @@ _COPY = Ways(
     ],
     [
         "Please copy this passage word for word:\n{t}",
-        "Type out this text once more:\n{t}",
-        "Here is a text. I want the very same text back:\n{t}",
+        "Repeat all of the following:\n{t}",
+        "Write once more the same text:\n{t}",
     ],
     orders=[
         "repeat this text",
@@ -121,7 +121,7 @@ _STORY_LONG = Ways(
         "Write a long story about {n} the {a}, with chapters.",
         "I want a long tale about a {a} called {n}.",
     ],
-    ["My child wants a long story about a {a} called {n}."],
+    ["Please write a long story about a {a} called {n}."],
     orders=_story_orders("long "),
 )
 _STORY_ANY = Ways(

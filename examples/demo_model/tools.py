@@ -144,7 +144,7 @@ KNOWN: dict[str, Entry] = {
                 "What's the weather in {city} today?",
                 "How's the weather in {city}?",
             ],
-            ["Can you check the weather in {city}?", "Which weather do they have in {city}?"],
+            ["Can you check the weather in {city}?", "How warm is it today in {city}?"],
             phrases=[
                 "the weather in {city}",
                 "the weather of {city}",
@@ -165,7 +165,7 @@ KNOWN: dict[str, Entry] = {
                 "What is the time in {city} now?",
                 "How late is it in {city}?",
             ],
-            ["Can you check the time in {city}?", "I'm calling {city}: what time do they have?"],
+            ["Can you check the time in {city}?", "What time do they have in {city}?"],
             phrases=[
                 "the time in {city}",
                 "the local time in {city}",
@@ -189,7 +189,7 @@ KNOWN: dict[str, Entry] = {
                 "Can you multiply {a} with {b}?",
                 "How much do I get for {a} times {b}?",
             ],
-            ["I must multiply {a} and {b}.", "What do I get for {a} times {b}?"],
+            ["Please multiply {a} and {b}.", "What do I get for {a} times {b}?"],
             phrases=[
                 "{a} times {b}",
                 "the product of {a} and {b}",
@@ -231,7 +231,7 @@ KNOWN: dict[str, Entry] = {
                 "Timer, {minutes} minutes.",
                 "Wake me in {minutes} minutes.",
             ],
-            ["I need a timer of {minutes} minutes.", "The timer should run for {minutes} minutes."],
+            ["I need a timer of {minutes} minutes.", "I need a timer for {minutes} minutes."],
             orders=[
                 "set a timer for {minutes} minutes",
                 "start a timer of {minutes} minutes",
@@ -252,7 +252,7 @@ KNOWN: dict[str, Entry] = {
                 "Has order {order_id} been sent?",
                 "Order {order_id}?",
             ],
-            ["Can you look up order {order_id}?", "My order has the number {order_id}. Where is it?"],
+            ["Can you look up order {order_id}?", "Please find my order, number {order_id}."],
             phrases=[
                 "the state of order {order_id}",
                 "the state of my order {order_id}",
@@ -295,7 +295,7 @@ KNOWN: dict[str, Entry] = {
                 "Switch {onoff} the light in the {room}.",
                 "The light in the {room}: {onoff}, please.",
             ],
-            ["I want the light of the {room} turned {onoff}."],
+            ["Please turn {onoff} the light of the {room}."],
             orders=[
                 "turn {onoff} the light in the {room}",
                 "switch {onoff} the light of the {room}",
@@ -314,7 +314,7 @@ KNOWN: dict[str, Entry] = {
                 "A table for {people} at {restaurant} on {day}, please.",
                 "Reserve a table at {restaurant}, {people} people, {day}.",
             ],
-            ["We are {people} people and want a table at {restaurant} on {day}."],
+            ["Please reserve a table for {people} people at {restaurant} on {day}."],
             orders=[
                 "book a table at {restaurant} for {people} people on {day}",
                 "reserve a table for {people} at {restaurant} on {day}",
@@ -327,7 +327,7 @@ KNOWN: dict[str, Entry] = {
 # two cities in one question
 _TWO = Ways(
     ["What is the {what} in {a} and in {b}?", "Compare the {what} of {a} and {b}."],
-    ["I would like the {what} for {a} as well as for {b}."],
+    ["What is the {what} of {a} and of {b}?", "Check the {what} in {a} and in {b}."],
 )
 
 

@@ -91,11 +91,11 @@ ASK: Frames = (
         "Could you give me {p}?",
         "Please find {p}.",
         "I'd like to hear {p}.",
-        "Would you let me know {p}?",
+        "Do tell me {p}.",
         "Find {p} for me.",
-        "Might you tell me {p}?",
-        "I'd be glad to learn {p}.",
-        "Be so good as to tell me {p}.",
+        "I'd like to know {p}.",
+        "Would you know {p}?",
+        "Could you find {p}?",
     ],
 )
 # {d}: an order; {D}: the same with a capital letter
@@ -134,10 +134,10 @@ ORDER: Frames = (
     ],
     [
         "I need you to {d}.",
-        "Do me a favour and {d}.",
-        "It would help me if you {d}.",
-        "Be so kind and {d}.",
-        "Here is what I need: {d}.",
+        "You have to {d}.",
+        "I must ask you to {d}.",
+        "I want that you {d}.",
+        "You are asked to {d}.",
     ],
 )
 # {s}: a statement; {S}: the same with a capital letter

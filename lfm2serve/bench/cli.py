@@ -121,3 +121,31 @@ def law(
         _show(f"{model}: replies equal to the reference in tokens and bits", ("way", "equal", "time"), rows)
     if not all(outcome.ok for outcome in outcomes):
         raise typer.Exit(1)
+
+
+@app.command()
+def chat(
+    model: Annotated[str, typer.Argument(help='"demo", a checkpoint directory, a hub id, or a shape.')] = "demo",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    length: Annotated[int, typer.Option(min=200, help="Tokens of the long prompts.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply in a chat, at most.")] = 24,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are taken of so many.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Chats with kept states and drafts: equal to fresh ones, and what is saved. Exit code 1 where a reply differs."""
+    from lfm2serve.bench.chat import measure
+    from lfm2serve.sources import is_shape
+
+    report = measure(
+        model, _options(device, threads), dummy_weights=is_shape(model), length=length, tokens=tokens, repeats=repeats
+    )
+    if as_json:
+        print(json.dumps(report.to_dict()))
+    else:
+        rows = [(f.measure, f"{f.value:,.4g} {f.unit}".strip(), f.beside) for f in report.figures]
+        _show(f"{model} on {report.device}: kept states and drafts", ("measure", "figure", "beside"), rows)
+        for failure in report.failures:
+            Console(stderr=True).print(failure)
+    if report.failures:
+        raise typer.Exit(1)

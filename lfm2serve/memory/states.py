@@ -144,6 +144,8 @@ class StreamStates:
         """Where a slot's conv inputs lie, layer by layer."""
         size = self._row_bytes
         firsts = [(layer * self._slots + slot) * RING_ROWS for layer in range(self._layers)]
+        if len(rows) == RING_ROWS:
+            return [Run(first * size, RING_ROWS * size) for first in firsts]
         return [Run((first + row) * size, size) for first in firsts for row in rows]
 
     def _page_runs(self, slot: int, at: int) -> list[Run]:

@@ -249,18 +249,18 @@ def test_drafted_chats_resume_exactly(tiny: Path, turns: list[tuple[int, list[in
 COPYING = Request(prompt(25, 1) * 4, seed=1, max_tokens=60)
 
 
-def cheap(self: RoundCosts, rows: int) -> float:
-    return 1.0
+def cheap(self: RoundCosts, counts: Sequence[int]) -> list[float]:
+    return [1.0 for _ in counts]
 
 
-def dear(self: RoundCosts, rows: int) -> float:
-    return float(rows)
+def dear(self: RoundCosts, counts: Sequence[int]) -> list[float]:
+    return [float(rows) for rows in counts]
 
 
 def test_the_lookup_drafts_where_rows_are_cheap_and_not_where_they_are_dear(tiny: Path) -> None:
     seen = []
     for estimate in (cheap, dear):
-        with patch.object(RoundCosts, "estimate", estimate), engine_for(tiny, PLAIN) as (engine, backend):
+        with patch.object(RoundCosts, "estimates", estimate), engine_for(tiny, PLAIN) as (engine, backend):
             [result] = ask(engine, COPYING)
             check(tiny, backend, COPYING, result)
             counters = engine.stats().counters
@@ -280,7 +280,7 @@ def test_a_stream_that_gains_nothing_stops_drafting(tiny: Path) -> None:
         return [399][:most]
 
     with (
-        patch.object(RoundCosts, "estimate", cheap),
+        patch.object(RoundCosts, "estimates", cheap),
         patch.object(SuffixLookup, "propose", wrong),
         engine_for(tiny, PLAIN) as (engine, backend),
     ):
@@ -291,7 +291,7 @@ def test_a_stream_that_gains_nothing_stops_drafting(tiny: Path) -> None:
 
 
 def test_drafts_can_be_turned_off_for_a_request_and_for_an_engine(tiny: Path) -> None:
-    with patch.object(RoundCosts, "estimate", cheap):
+    with patch.object(RoundCosts, "estimates", cheap):
         for way, request in ((replace(PLAIN, drafts=False), COPYING), (PLAIN, replace(COPYING, draft=False))):
             with engine_for(tiny, way) as (engine, backend):
                 [result] = ask(engine, request)

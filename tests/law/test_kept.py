@@ -92,6 +92,41 @@ def test_eight_chats_of_four_turns_hit_at_every_later_turn(tiny: Path, drafts: b
         assert engine.stats().counters.warm_passes == 0
 
 
+def test_chats_in_a_cache_that_is_too_small_for_them_stay_equal(tiny_moe: Path) -> None:
+    chats = [Chat(prompt(30, n)) for n in range(6)]
+    way = replace(KEEPING, snapshot_pages=45, slots=2, pages=4, prompt_chunk=100)
+    with engine_for(tiny_moe, way) as (engine, backend):
+        for turn in range(4):
+            asked = [
+                chat.ask(prompt(20 + 30 * n, turn), seed=10 * turn + n, temperature=0.8 * (n % 2))
+                for n, chat in enumerate(chats)
+            ]
+            for chat, request, result in zip(chats, asked, ask(engine, *asked), strict=True):
+                check(tiny_moe, backend, request, result)
+                comes_back = result.tokens if turn % 2 else prompt(40, 100 * turn)
+                engine.returned(result.stream_id, chat.answered(request, comes_back))
+            assert engine.drain(60)
+            assert engine.stats().cache.held_bytes <= 45 * way.snapshot_bytes
+        counters = engine.stats().cache.counters
+        assert counters.evictions.total() > 20 and counters.hits.total() > 3
+
+
+def test_long_requests_on_a_pool_that_is_short_resume_and_draft_as_ever(tiny_moe: Path) -> None:
+    common = prompt(450, 1)
+    first = Request((*common, 20), seed=99, marks=((450, Mark.SHARED),))
+    asked = [
+        Request((*common, *prompt(100 + n, n)), seed=n, max_tokens=20, temperature=0.8 * (n % 2)) for n in range(8)
+    ]
+    with engine_for(tiny_moe, replace(KEEPING, pages=4, prompt_chunk=150, shuffle=2)) as (engine, backend):
+        ask(engine, first)
+        results = ask(engine, *asked)
+        for request, result in zip(asked, results, strict=True):
+            check(tiny_moe, backend, request, result)
+            assert result.cached == 450
+        admitted = [result.metrics.admitted for result in results if result.metrics is not None]
+        assert admitted == sorted(admitted)  # type: ignore[type-var]
+
+
 def test_a_client_that_says_nothing_resumes_at_the_history_end(tiny: Path) -> None:
     chat = Chat(prompt(20, 1))
     with engine_for(tiny, KEEPING) as (engine, backend):

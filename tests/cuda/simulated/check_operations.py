@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # sums of uns
 
 @pytest.fixture(autouse=True)
 def any_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulator has no addresses and refuses alignments: it need not care. Arrays go by where they are asked for."""
+    """The simulator has no addresses and refuses alignments. Arrays go by where they are asked for."""
     plain = FakeCUDAShared.array
 
     def array(self: Any, shape: Any, dtype: Any, alignment: int | None = None) -> Any:
