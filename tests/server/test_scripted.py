@@ -159,7 +159,7 @@ def test_failures_within_a_stream_are_its_last_event(fake: Live) -> None:
     error = json.loads(events[-2])["error"]
     assert error == {"message": "it broke", "type": "server_error", "param": None, "code": None}
     assert not any('"finish_reason":"' in event for event in events), "a broken reply doesn't look finished"
-    assert fake.engine.cancels == [1], "the other choice is cancelled"
+    wait_for(lambda: fake.engine.cancels == [1])  # the other choice is cancelled
     with pytest.raises(openai.APIError, match="it broke"):
         list(fake.chat(stream=True, n=2))
 
