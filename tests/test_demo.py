@@ -1,6 +1,7 @@
 """The packaged demo model: its files, and answers to held-out questions through the library.
 
-The scores of all held-out questions stand in examples/demo_model/README.md; here a part of them is asked.
+The scores of all held-out questions stand in examples/demo_model/README.md. Here a sample of them is asked; all of it
+was right when the weights were made, so that a fault anywhere on the way shows.
 """
 
 from __future__ import annotations
@@ -36,11 +37,8 @@ def read_json(name: str) -> dict[str, Any]:
 
 
 def part() -> list[Item]:
-    """Every eleventh question, so all kinds, and at least four recalls over 2,000 tokens and more."""
-    items = [json.loads(line) for line in QUESTIONS.read_text().splitlines()]
-    far = [i for i in items if kind_of(i) == "long recall"]
-    chosen = {i["id"]: i for i in [*items[::11], *far[::8]]}
-    return list(chosen.values())
+    """A fixed sample of 48: every kind, and four recalls over 2,000 tokens and more."""
+    return [json.loads(line) for line in QUESTIONS.read_text().splitlines()][9::11]
 
 
 def kind_of(item: Item) -> str:
@@ -66,9 +64,11 @@ def test_held_out_questions_are_answered(evaluate: ModuleType) -> None:
         # our rendering and tokens are those the model was trained with
         assert replies[item["id"]]["prompt_tokens"] == item["prompt_tokens"]
         right[kind_of(item)].append(evaluate.passes(item, replies))
-    assert {"facts", "copy", "recall", "long recall", "system", "tools", "json", "story"} <= set(right)
+    promised = {"facts": 0.95, "copy": 0.95, "long recall": 0.9, "tools": 0.9}
+    rest = {"recall", "system", "json", "story", "invented", "told", "counting", "talk"}
+    least = promised | dict.fromkeys(rest, 0.6)
+    assert set(right) == set(least) and len(right["long recall"]) >= 2
     share = {kind: sum(found) / len(found) for kind, found in right.items()}
-    least = {"facts": 0.95, "copy": 0.95, "long recall": 0.9, "tools": 0.9}
     assert {kind: share[kind] for kind in least if share[kind] < least[kind]} == {}
 
 

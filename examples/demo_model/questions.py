@@ -24,8 +24,19 @@ from tokenizers import Tokenizer
 from wording import ALL, PREFIX, Trained, words_of
 
 Item = dict[str, Any]
-COUNTS = {"facts": 120, "copy": 60, "recall": 80, "system": 40, "tools": 70, "json": 30, "story": 20}
-MORE = {"invented": 40, "told": 30, "counting": 20, "talk": 20}
+COUNTS = {
+    "facts": 120,
+    "copy": 60,
+    "recall": 80,
+    "system": 40,
+    "tools": 70,
+    "json": 30,
+    "story": 20,
+    "invented": 40,
+    "told": 30,
+    "counting": 20,
+    "talk": 20,
+}
 
 
 def _item(kind: str, chat: c.Chat) -> Item:
@@ -168,10 +179,10 @@ MAKERS = {
 }
 
 
-def make(seed: int = 2026, counts: dict[str, int] = COUNTS) -> list[Item]:
-    """So many questions of each kind; those of one kind do not depend on the others."""
+def make(seed: int = 2026) -> list[Item]:
+    """All questions; those of one kind do not depend on the others."""
     out = []
-    for kind, n in counts.items():
+    for kind, n in COUNTS.items():
         rng = random.Random(f"{seed}-{kind}")
         out += [{"id": f"{kind}-{i:03d}", **MAKERS[kind](rng, i)} for i in range(n)]
     return out
@@ -212,9 +223,10 @@ def taught_values(items: list[Item]) -> list[str]:
     names = {*p.NAMES, *p.MORE_NAMES}
     out = [f"{name!r} is in both lists of names" for name in p.HELD_NAMES if name in names]
     for item in items:
-        told = item["check"]["values"] if item["kind"] == "recall" else []
-        if item["kind"] == "tools":
-            told = [str(v) for call in item["check"]["calls"] for v in call["arguments"].values()]
+        told = item["check"]["values"] if item["kind"] in ("recall", "told") else []
+        if item["check"]["type"] == "calls":
+            arguments = [v for call in item["check"]["calls"] for v in call["arguments"].values()]
+            told = [str(round(10 * v) if isinstance(v, float) else v) for v in arguments]
         for value in told:
             # ages and numbers of people are below 100 and drawn from all
             if value in names or (value.isdigit() and int(value) > 99 and not p.held_out(f"n{value}")):
@@ -245,7 +257,7 @@ def main() -> None:
         wrong = check(items)
         print("\n".join(wrong) or f"{len(items)} questions, none of a wording, name or number of the training chats")
         raise SystemExit(bool(wrong))
-    items = make(counts=COUNTS | MORE)
+    items = make()
     tokenizer = Tokenizer.from_file(sys.argv[1])
     for item in items:
         item["prompt_tokens"] = len(tokenizer.encode(prompt_text(item), add_special_tokens=False).ids)
