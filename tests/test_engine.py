@@ -150,7 +150,7 @@ def test_log_probabilities_are_of_the_raw_logits(tiny_moe: Path) -> None:
 
 
 def test_cancel_in_every_state_is_idempotent_and_frees_the_pages(tiny_moe: Path) -> None:
-    with engine_for(tiny_moe, Way(slots=1, prompt_chunk=2)) as (engine, _):
+    with engine_for(tiny_moe, Way(slots=1, prompt_chunk=2, drafts=False)) as (engine, _):
         filling = Reply(engine, prompt(1200, 1), GREEDY.with_(max_tokens=200))
         waiting = Reply(engine, prompt(100, 1), GREEDY)
         for reply in (waiting, filling, waiting, filling):
@@ -181,7 +181,7 @@ def test_a_receiver_that_fails_loses_only_its_own_stream(tiny_moe: Path) -> None
 
 
 def test_a_fault_of_the_engine_ends_every_stream_and_refuses_new_ones(tiny_moe: Path) -> None:
-    with engine_for(tiny_moe, Way(), ends=True) as (engine, _):
+    with engine_for(tiny_moe, Way(drafts=False), ends=True) as (engine, _):
         reply = Reply(engine, prompt(5, 1), GREEDY.with_(max_tokens=1000))
 
         def broken() -> None:
@@ -200,7 +200,7 @@ def test_an_error_that_the_backend_calls_fatal_is_the_engines_end(tiny_moe: Path
     class LostDevice(RuntimeError):
         fatal = True
 
-    with engine_for(tiny_moe, Way(), ends=True) as (engine, _):
+    with engine_for(tiny_moe, Way(drafts=False), ends=True) as (engine, _):
         reply = Reply(engine, prompt(5, 1), GREEDY.with_(max_tokens=1000))
         other = Reply(engine, prompt(6, 1), GREEDY.with_(max_tokens=1000))
 
@@ -213,7 +213,7 @@ def test_an_error_that_the_backend_calls_fatal_is_the_engines_end(tiny_moe: Path
 
 
 def test_close_aborts_what_runs_and_can_be_called_twice(tiny_moe: Path) -> None:
-    with engine_for(tiny_moe, Way(), ends=True) as (engine, _):
+    with engine_for(tiny_moe, Way(drafts=False), ends=True) as (engine, _):
         replies = [Reply(engine, prompt(50, i), GREEDY.with_(max_tokens=1000)) for i in range(12)]
         engine.close()
         engine.close()
