@@ -432,7 +432,8 @@ class Engine:
                 stream = chunks[0].stream
                 log.error("stream %d failed: %s: %s", stream.id, type(error).__name__, error, exc_info=error)
                 self._counters.failed_streams += 1
-                known = error if isinstance(error, Lfm2Error) else Lfm2Error(f"{type(error).__name__}: {error}")
+                # what went wrong inside is for the log, not for whoever asked
+                known = error if isinstance(error, Lfm2Error) else Lfm2Error("the reply failed inside the engine")
                 self._finish(stream, "error", stream.event(error=known))
                 return
             log.warning(

@@ -196,6 +196,21 @@ def test_a_fault_of_the_engine_ends_every_stream_and_refuses_new_ones(tiny_moe: 
         assert engine.census().clean
 
 
+def test_what_broke_a_reply_is_for_the_log(tiny_moe: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with engine_for(tiny_moe, Way()) as (engine, _):
+        run = engine._steps.run
+
+        def broken(*args: object) -> None:
+            raise RuntimeError("private detail")
+
+        engine._steps.run = broken  # type: ignore[method-assign, assignment]
+        end = Reply(engine, prompt(5, 1), GREEDY).wait()
+        assert end.finish_reason == "error" and end.error is not None and "private" not in str(end.error)
+        assert "private detail" in caplog.text
+        engine._steps.run = run  # type: ignore[method-assign]
+        assert Reply(engine, prompt(5, 1), GREEDY).wait().finish_reason == "length"
+
+
 def test_an_error_that_the_backend_calls_fatal_is_the_engines_end(tiny_moe: Path) -> None:
     class LostDevice(RuntimeError):
         fatal = True

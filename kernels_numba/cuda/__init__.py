@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from . import embed as _embed
 from . import rope as _rope
 from . import route as _route
 from . import sample as _sample
-from .driver import DeviceArray, PinnedBuffer
+from .driver import CudaError, DeviceArray, PinnedBuffer
 from .graph import BUCKETS, DecodeRounds
 from .inputs import (
     CONTROLS,
@@ -33,6 +34,8 @@ from .memory import HEAD, DeviceMemory, KVCache, PenaltyTables
 from .moe_products import bind_experts_down, bind_experts_up
 from .pack import PackedWeight
 from .scratch import Activations
+
+_log = logging.getLogger(__name__)
 
 VERIFY_ROWS = 16  # segments of up to so many rows are decode rows to attention
 PROMPT_CONV_ROWS = 8  # rows of a conv tile in prompts
@@ -71,11 +74,16 @@ class CudaBackend(DeviceMemory):
         self._arrived = self.zeros((_route.SPREAD_BLOCKS,), "u32")
 
     def close(self) -> None:
-        self._give_up_rounds()
-        super().close()
-        if self._results is not None:
-            self._results.free()
-            self._results = None
+        """As the base's; after a fatal error the driver frees nothing, and the memory goes with the process."""
+        try:
+            self._give_up_rounds()
+            super().close()
+            if self._results is not None:
+                self._results.free()
+        except CudaError as error:
+            _log.warning("the device was lost (%s): its memory comes back when the process ends", error)
+            self._owned = {}
+        self._results = None
 
     def penalty_tables(self, slots: int, width: int) -> PenaltyTables:
         """New tables; those made before are given up, and the decode rounds that read them."""

@@ -12,7 +12,7 @@ import pytest
 import kernels_numba.cuda as backend_module
 from kernels_numba.batch import SampleRows
 from kernels_numba.cuda import graph, inputs, memory
-from kernels_numba.cuda.driver import CudaOutOfMemory
+from kernels_numba.cuda.driver import CudaError, CudaOutOfMemory
 from kernels_numba.cuda.scratch import Scratch
 from tests.cuda.recorder import Recorder
 from tests.cuda.test_network import NAMES, SLOTS, Network, greedy
@@ -182,3 +182,14 @@ def test_what_is_made_anew_gives_up_what_was_and_close_gives_up_all(network: Net
     be.close()
     be.close()
     assert sorted(recorder.allocated) == sorted(recorder.freed)
+
+
+def test_closing_after_the_device_was_lost_says_so_and_goes_on(
+    network: Network, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lost() -> None:
+        raise CudaError("cuStreamSynchronize: CUDA_ERROR_MISALIGNED_ADDRESS")
+
+    monkeypatch.setattr(network.backend.stream, "synchronize", lost)
+    network.backend.close()
+    assert "MISALIGNED" in caplog.text
