@@ -13,6 +13,9 @@ PAGE_ROWS = 512
 RING_ROWS = 32
 """Convolution inputs that a stream keeps: position p lies in row p % RING_ROWS."""
 
+FED_BACK = -1
+"""As the token of a decode row: the one that the round before draws for the row's slot."""
+
 
 class Batch(NamedTuple):
     """R rows packed from S segments; a segment is a run of consecutive positions of one stream, and no two are of one.

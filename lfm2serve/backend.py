@@ -12,16 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_numba.batch import Batch, SampleResult, SampleRows
+from lfm2serve.memory.arena import Mapper
 
 Array = Any
 ARENA_SLACK = 1 << 20  # of an arena: each tensor begins on a cache line of its own
 
 
 class Pages(Protocol):
-    """K/V pages; `data` has one run of memory a page."""
+    """K/V pages; `data` has one run of memory a page. mapper: gives parts of it memory (None: all of it has)."""
 
     @property
     def data(self) -> Array: ...
+
+    @property
+    def mapper(self) -> Mapper | None: ...
 
     @property
     def page_bytes(self) -> int: ...
@@ -38,12 +42,25 @@ class Penalties(Protocol):
     def record(self, slot: int, token: int) -> None: ...
 
 
+class Round(Protocol):
+    """A decode round under way; `result` waits for what was drawn. network_done: the device waits for the draw."""
+
+    @property
+    def network_done(self) -> bool: ...
+
+    def result(self) -> SampleResult: ...
+
+
 class Rounds(Protocol):
-    """Decode rounds that run as one launch, with the same bits."""
+    """Decode rounds that are queued and taken later, with the same bits: `begin` queues the network, `draw` a token
+    behind each of its rows. The next round may begin before the result is taken: a row's token FED_BACK is what the
+    round before draws for its slot."""
 
-    def fits(self, batch: Batch, rows: SampleRows) -> bool: ...
+    def fits(self, batch: Batch) -> bool: ...
 
-    def run(self, batch: Batch, rows: SampleRows) -> SampleResult: ...
+    def begin(self, batch: Batch) -> Any: ...
+
+    def draw(self, begun: Any, rows: SampleRows) -> None: ...
 
 
 class Arena(Protocol):
@@ -72,7 +89,7 @@ class Backend(Protocol):
 
     def rope_tables(self, theta: float, max_position: int) -> tuple[Array, Array]: ...
 
-    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> Pages: ...
+    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int, *, lazy: bool = False) -> Pages: ...
 
     def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> Array: ...
 
@@ -114,15 +131,16 @@ class Backend(Protocol):
         top_k: int, norm_topk: bool, scaling: float, residual: Array,
     ) -> Array: ...  # fmt: skip
 
-    def logits(self, x: Array, weight: Array) -> Array: ...
+    def logits(self, x: Array, weight: Array, out: Array | None = None) -> Array: ...
 
     def sample(self, logits: Array, rows: SampleRows) -> SampleResult: ...
 
     def decode_rounds(
         self,
-        forward: Callable[[Any], Array],
+        forward: Callable[[Any, Any], object],
         tables: Any,
         *,
+        width: int,
         vocab: int,
         page_table: NDArray[np.int32],
         slots: int,

@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.main import get_command
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from lfm2serve.outputs import RequestOutput
 
 # numba and the kernels load inside the commands: --help and a usage error answer at once
+
+LogFormat = Literal["text", "json"]
+SERVER = "Server"  # the help's panel
 
 INTERRUPTED = 130  # what shells report for a program that Ctrl-C ended
 PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -104,24 +108,71 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name in /v1/models.", show_default="MODEL")
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Ask for this API key; may be given several times.", rich_help_panel=SERVER),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Ask for one of the API keys in FILE.", rich_help_panel=SERVER)
+    ] = None,
+    max_queue: Annotated[
+        int,
+        typer.Option(metavar="N", help="Replies that may wait behind those that run.", rich_help_panel=SERVER),
+    ] = 1024,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S", help="Seconds that a reply may take.", rich_help_panel=SERVER, show_default="no limit"
+        ),
+    ] = None,
+    max_body_mib: Annotated[
+        float, typer.Option(metavar="M", help="Largest body of a request.", rich_help_panel=SERVER)
+    ] = 32.0,
+    stuck_after: Annotated[
+        float,
+        typer.Option(metavar="S", help="A step that takes longer makes /health fail.", rich_help_panel=SERVER),
+    ] = 120.0,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help='Let pages of ORIGIN call the server; "*": all.', rich_help_panel=SERVER),
+    ] = None,
+    page: Annotated[bool, typer.Option("--page/--no-page", help="Show a page at /.", rich_help_panel=SERVER)] = True,
+    log_format: Annotated[
+        LogFormat, typer.Option(metavar="NAME", help="text or json.", rich_help_panel=SERVER)
+    ] = "text",
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Log prompts and replies too.", rich_help_panel=SERVER)
+    ] = False,
     offline: OfflineFlag = False,
     dummy_weights: DummyFlag = False,
     verbose: VerboseFlag = False,
     options: EngineOptions,
 ) -> None:
     """Serve MODEL over HTTP with OpenAI's API until Ctrl-C or SIGTERM."""
-    _start_logging(logging.DEBUG if verbose else logging.INFO)
     from lfm2serve.runtime import load_runtime
     from lfm2serve.server.app import create_app
+    from lfm2serve.server.logs import start_logging
+    from lfm2serve.server.options import ServerOptions, read_keys
     from lfm2serve.server.run import listen
     from lfm2serve.server.run import run as run_server
     from lfm2serve.terminal import LoadProgress, announce_compiling
 
+    server_options = ServerOptions(
+        api_keys=(*(api_key or ()), *(read_keys(api_key_file) if api_key_file is not None else ())),
+        max_queue=max_queue,
+        request_timeout_s=request_timeout,
+        max_body_mib=max_body_mib,
+        stuck_after_s=stuck_after,
+        cors_origins=tuple(cors_origin or ()),
+        page=page,
+        log_prompts=log_prompts,
+    )
+    start_logging(logging.DEBUG if verbose else logging.INFO, log_format)
     announce_compiling()
     listen(host, port).close()  # an address that is taken is known before the weights are read
     runtime = load_runtime(model, options, offline=offline, progress=LoadProgress(), dummy_weights=dummy_weights)
     try:
-        app = create_app(runtime, served_model_name=served_model_name)
+        app = create_app(runtime, served_model_name=served_model_name, options=server_options)
         run_server(
             app, host, port, on_ready=lambda url: print(f"lfm2serve: {model} on {url}/v1", file=sys.stderr, flush=True)
         )

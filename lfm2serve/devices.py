@@ -12,7 +12,9 @@ from lfm2serve.options import EngineOptions
 
 GIB = 1 << 30
 CPU_STATES_BYTES = 2 * GIB  # pages and kept states together, unless a limit is set
-GPU_RESERVE_BYTES = 3 * GIB // 2  # for the driver, compiled kernels and graphs, and whoever else needs a little
+GPU_RESERVE_BYTES = GIB  # unless set: for whoever else needs a little
+GPU_KERNEL_BYTES = 128 << 20  # loaded kernels, their stacks, what the driver takes for itself
+GRAPH_BYTES = 8 << 20  # of a decode round's size
 CPU_CHUNK = 512  # rows of a prompt step: past that a product gains nothing
 GPU_CHUNK = 8192
 LOGIT_ROWS = 64
@@ -21,8 +23,9 @@ ATTENTION_RANGE = 128
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device to plan for. memory: bytes that may be used; states_bytes: of pages and kept states together where the
-    user sets no limit (None: whatever is left); chunk: most rows of a prompt step."""
+    """A device to plan for. memory: bytes that are free; states_bytes: of pages and kept states together where the
+    user sets no limit (None: whatever is left); chunk: most rows of a prompt step; virtual_memory: whether the page
+    pool can be mapped piece by piece."""
 
     kind: str
     name: str
@@ -30,6 +33,7 @@ class Target:
     states_bytes: int | None
     chunk: int
     gpu: int = 0
+    virtual_memory: bool = False
 
 
 def find_device(options: EngineOptions) -> Target:
@@ -62,25 +66,43 @@ def _find_gpu(options: EngineOptions) -> Target:
         raise DeviceError(
             f"device cuda: kernels can't be compiled ({error}); pip install 'lfm2serve[cuda]' brings the tools"
         ) from error
-    return Target("cuda", device.name, device.free_bytes() - GPU_RESERVE_BYTES, None, GPU_CHUNK, options.gpu)
+    return Target("cuda", device.name, device.free_bytes(), None, GPU_CHUNK, options.gpu, device.virtual_memory)
+
+
+def reserve_bytes(target: Target, options: EngineOptions) -> int:
+    """Bytes of the device that stay free for others."""
+    if options.reserve_gib is not None:
+        return int(options.reserve_gib * GIB)
+    return GPU_RESERVE_BYTES if target.kind == "cuda" else 0
+
+
+def graph_bytes(target: Target, options: EngineOptions) -> int:
+    """What loaded kernels and the graphs of decode rounds take."""
+    if target.kind != "cuda":
+        return 0
+    from kernels_numba.cuda.graph import BUCKETS, most_round_rows
+
+    largest = most_round_rows(options.max_streams)
+    return GPU_KERNEL_BYTES + GRAPH_BYTES * sum(rows <= largest for rows in BUCKETS)
 
 
 def scratch_bytes(target: Target, config: ModelConfig, options: EngineOptions) -> int:
     """Activations of the largest step, logits, rope tables."""
     rows = max(options.prompt_chunk or target.chunk, options.max_streams)
-    logit_rows = max(options.max_streams, LOGIT_ROWS)
     positions = options.context or config.max_position_embeddings
     tables = 2 * positions * 32 * 4
     pairs = config.num_experts_per_tok if config.num_experts else 0
     if target.kind == "cuda":
-        from kernels_numba.cuda import scratch_need
+        from kernels_numba.cuda import most_round_rows, scratch_need
 
+        logit_rows = max(most_round_rows(options.max_streams), LOGIT_ROWS)
         ranges = options.max_streams * 4 + positions // ATTENTION_RANGE * 8
         return tables + scratch_need(
             rows, hidden=config.hidden_size, qkv=config.qkv_rows, features=config.intermediate_size, pairs=pairs,
             expert_features=config.moe_intermediate_size, logit_rows=logit_rows, vocab=config.vocab_size, ranges=ranges,
             heads=config.num_attention_heads,
         )  # fmt: skip
+    logit_rows = max(options.max_streams, LOGIT_ROWS)
     hidden = config.hidden_size
     widest = max(3 * hidden, config.qkv_rows, 3 * config.intermediate_size)
     widest = max(widest, pairs * (3 * config.moe_intermediate_size + hidden))

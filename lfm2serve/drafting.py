@@ -24,17 +24,27 @@ class SuffixLookup:
 
     def __init__(self) -> None:
         self._last: dict[tuple[int, ...], int] = {}
+        self._starts: set[tuple[int, ...]] = set()  # of those runs, all but their last token
         self._known = MATCH - 1  # runs that end up to here are in the table
+
+    def _learn(self, tokens: Sequence[int], end: int) -> None:
+        """Put the runs that end up to there into the table."""
+        if self._known < end:
+            new = tokens[self._known + 1 - MATCH : end]
+            runs = list(zip(*(new[i:] for i in range(MATCH)), strict=False))
+            self._last.update(zip(runs, range(self._known + 1, end + 1), strict=True))
+            self._starts.update(run[:-1] for run in runs)
+            self._known = end
+
+    def may_follow(self, tokens: Sequence[int]) -> bool:
+        """Whether there is a next token that `propose` would find something for."""
+        self._learn(tokens, len(tokens))
+        return tuple(tokens[-MATCH + 1 :]) in self._starts
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that followed the last earlier occurrence of the longest suffix found."""
         count = len(tokens)
-        if self._known < count - 1:  # all runs but the one to look up
-            new = tokens[self._known + 1 - MATCH : count - 1]
-            self._last.update(
-                zip(zip(*(new[i:] for i in range(MATCH)), strict=False), range(self._known + 1, count), strict=True)
-            )
-            self._known = count - 1
+        self._learn(tokens, count - 1)  # all runs but the one to look up
         at = self._last.get(tuple(tokens[count - MATCH : count])) if most >= 1 and count > MATCH else None
         if at is None:
             return []
@@ -114,6 +124,12 @@ class Drafter:
             return []
         draft = self._lookup.propose(tokens, min(most, MAX_DRAFT))
         return draft[: self._worth(len(draft), rows, costs)]
+
+    def may_propose(self, tokens: Sequence[int], rows: int, costs: RoundCosts) -> bool:
+        """Whether there might be a draft behind the token that comes next: then it has to be known first."""
+        if len(tokens) + 1 < self._quiet_until or not self._lookup.may_follow(tokens):
+            return False
+        return self._worth(MAX_DRAFT, rows, costs) > 0
 
     def _worth(self, longest: int, rows: int, costs: RoundCosts) -> int:
         """The draft length with the best tokens per second of this stream, 0 if that is a plain round."""

@@ -28,7 +28,7 @@ from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import Chunk, Scheduler
-from lfm2serve.steps import Drawn, StepRunner
+from lfm2serve.steps import Begun, Drawn, StepRunner
 from lfm2serve.stream import Sink, Stream, StreamEvent, TokenLogprobs
 
 log = logging.getLogger("lfm2serve.engine")
@@ -64,6 +64,7 @@ class Engine:
         self.context = context
         self.vocab = vocab
         self.fault: str | None = None
+        self.turn_started: float | None = None  # time.monotonic() of the turn that runs now, for who watches
         self._states = states
         self._pool = pool
         self._eos = frozenset(eos_token_ids)
@@ -75,6 +76,8 @@ class Engine:
         self._steps = StepRunner(model, states, self._draws)
         self._keeper = Keeper(PromptCache(states.snapshot_pages, states.shape.state_bytes), states)
         self._costs = RoundCosts()
+        self._ahead: Begun | None = None  # a round that is drawn and not taken yet
+        self._round_started = 0.0
         self._drafts = drafts
         self._warm_pass = warm_pass
         self._counters = EngineCounters()
@@ -180,6 +183,11 @@ class Engine:
             streams = (len(s.waiting), len(s.filling), len(s.running), len(s.preparing))
             return EngineStats(*streams, self._pool.census(), self._cache_stats(), counters)
 
+    def kept_states(self) -> list[tuple[Mark, int, int]]:
+        """(kind of mark, tokens, snapshot pages) of each kept state that can hit, the oldest first."""
+        with self._book:
+            return [(state.mark, state.at, state.pages) for state in self._keeper.cache.states if state.ready]
+
     def _cache_stats(self) -> CacheStats:
         keeper = self._keeper
         cache = keeper.cache
@@ -246,7 +254,9 @@ class Engine:
         try:
             self._steps.attach()
             while self._take_commands():
+                self.turn_started = time.monotonic()
                 self._turn()
+                self.turn_started = None
         except BaseException as error:  # the thread ends here whatever it was: say so and let nobody wait
             self.fault = f"{type(error).__name__}: {error}"
             log.exception("the engine's thread stopped")
@@ -323,6 +333,8 @@ class Engine:
             self._admit()
             chunks = self._scheduler.next_chunks()
         if chunks:
+            self._collect()  # no token waits for a prompt step
+            self._deliver()
             started = time.perf_counter()
             self._step(chunks)
             rows = sum(chunk.rows for chunk in chunks)
@@ -334,22 +346,96 @@ class Engine:
             self._deliver()
 
     def _decode_round(self) -> None:
-        """One row of every running stream, and the drafts behind them."""
+        """One row of every running stream, and the drafts behind them.
+
+        Where the backend queues rounds, the network of the next one is queued before this one's tokens are known, so
+        that what the host does with them takes no time of the device's.
+        """
+        started = time.perf_counter()
+        begun, self._ahead = self._ahead, None
+        chunks = begun.chunks if begun else self._next_rows()
+        try:
+            if begun is None:
+                begun = self._steps.begin(chunks)
+                if begun is None:
+                    self._plain_round(chunks)
+                    return
+                self._steps.draw(begun)
+                self._round_started = started
+                self._counters.host_s += time.perf_counter() - started
+            following = self._following(begun)
+            ahead = self._steps.begin_behind(following) if following else None
+            self._take(begun)
+            if ahead is not None:
+                taken = time.perf_counter()
+                late = ahead.round.network_done
+                self._steps.draw(ahead)
+                self._ahead = ahead
+                self._counters.host_s += time.perf_counter() - taken if late else 0.0
+        except Exception as error:
+            self._failed(chunks, error)
+
+    def _plain_round(self, chunks: list[Chunk]) -> None:
+        """A decode round that is run and waited for."""
         started, backend_s = time.perf_counter(), self._steps.backend_s
-        rows = len(self._scheduler.running)
-        chunks = []
-        for stream in self._scheduler.running:
-            chunks.append(Chunk(stream, 1, self._draft(stream, rows)))
-            rows += len(chunks[-1].draft)
         self._step(chunks)
         elapsed = time.perf_counter() - started
+        self._count_round(sum(1 + len(chunk.draft) for chunk in chunks), elapsed)
+        self._counters.host_s += elapsed - (self._steps.backend_s - backend_s)
+
+    def _collect(self) -> None:
+        """Take what the round under way has drawn, and let none follow."""
+        begun, self._ahead = self._ahead, None
+        if begun is not None:
+            try:
+                self._take(begun)
+            except Exception as error:
+                self._failed(begun.chunks, error)
+
+    def _take(self, begun: Begun) -> None:
+        """Wait for a round, and give its tokens to the streams that still want them."""
+        drawn = self._steps.take(begun)
+        now = time.perf_counter()
+        self._count_round(len(begun.draws), now - self._round_started)
+        self._round_started = now
+        with self._book:
+            for chunk, tokens, live in zip(begun.chunks, drawn, begun.live, strict=True):
+                if live:
+                    self._commit(chunk)
+                    self._take_drawn(chunk, tokens)
+
+    def _count_round(self, rows: int, elapsed: float) -> None:
         self._scheduler.pace.decode_round(elapsed)
         self._costs.record(rows, elapsed)
         counters = self._counters
         counters.decode_rounds += 1
         counters.decode_rows += rows
         counters.decode_s += elapsed
-        counters.host_s += elapsed - (self._steps.backend_s - backend_s)
+
+    def _next_rows(self) -> list[Chunk]:
+        """The next row of every running stream, and its draft."""
+        rows = len(self._scheduler.running)
+        chunks = []
+        for stream in self._scheduler.running:
+            chunks.append(Chunk(stream, 1, self._draft(stream, rows)))
+            rows += len(chunks[-1].draft)
+        return chunks
+
+    def _following(self, begun: Begun) -> list[Stream]:
+        """The streams of the round behind one whose tokens aren't known: those that go on whatever they are.
+
+        None where a prompt step or a draft comes first.
+        """
+        if self._scheduler.filling or any(chunk.draft for chunk in begun.chunks):
+            return []
+        streams = [
+            chunk.stream
+            for chunk, live in zip(begun.chunks, begun.live, strict=True)
+            if live and chunk.stream.output_len + 1 < chunk.stream.max_tokens
+        ]
+        if any(s.drafter and s.drafter.may_propose(s.tokens, len(streams), self._costs) for s in streams):
+            return []
+        return streams
 
     def _draft(self, stream: Stream, rows: int) -> Sequence[int]:
         if stream.drafter is None:
@@ -427,6 +513,7 @@ class Engine:
         if getattr(error, "fatal", False):
             raise error
         self._counters.failed_steps += 1
+        chunks = [chunk for chunk in chunks if chunk.stream.slot >= 0]  # the others have ended
         with self._book:
             if len(chunks) == 1:
                 stream = chunks[0].stream

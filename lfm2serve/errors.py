@@ -64,6 +64,18 @@ class LeaseError(Lfm2Error):
     """Rows past a stream's lease, or pages handled twice: a bug, never a user's mistake."""
 
 
+class ArenaMemory(Lfm2Error):
+    """The device has no memory left for a lease's pages. asked, free: bytes."""
+
+    status = 503
+    kind = "service_unavailable"
+
+    def __init__(self, message: str, *, asked: int, free: int) -> None:
+        super().__init__(message, code="out_of_memory")
+        self.asked = asked
+        self.free = free
+
+
 class EngineDead(Lfm2Error):
     """The engine thread has stopped (closed, or after a fault)."""
 

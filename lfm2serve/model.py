@@ -125,7 +125,7 @@ class Model:
             config.routed_scaling_factor, h,
         )  # fmt: skip
 
-    def logits(self, h: Array) -> Array:
-        """Logits [n, V] of rows [n, H] of the residual stream."""
+    def logits(self, h: Array, out: Array | None = None) -> Array:
+        """Logits [n, V] of rows [n, H] of the residual stream; in `out` where that is given."""
         be = self.backend
-        return be.logits(be.rms_norm(h, self.final_norm, self.config.norm_eps), self.head)
+        return be.logits(be.rms_norm(h, self.final_norm, self.config.norm_eps), self.head, out)

@@ -9,7 +9,7 @@ from lfm2serve.errors import InvalidRequest
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-KvMode = Literal["paged", "fixed"]
+KvMode = Literal["paged", "fixed", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,9 @@ class EngineOptions:
 
     device: "auto" is the CPU in this version. gpu: which of several. dtype: of activations and K/V ("auto" is
     bfloat16; weights stay bfloat16). context: longest prompt + reply, in tokens (None: what the model and the pool
-    allow). max_streams: replies that run at once. kv: "paged", or "fixed" (one contiguous range of pages a stream).
-    kv_pages: pages of 512 positions in the pool (None: from the memory plan). prompt_chunk: rows of one prompt step
+    allow). max_streams: replies that run at once. kv: "paged" (on a GPU the pages get memory as streams reach them),
+    "eager" (all of them at load), or "fixed" (one contiguous range of pages a stream). kv_pages: pages of 512
+    positions in the pool, or kv_gib: its size (both None: from the memory plan). prompt_chunk: rows of one prompt step
     (None: chosen by max_gap_ms). max_gap_ms: how long running streams may wait for a prompt step.
     default_max_tokens: reply limit where a request names none. memory_limit_gib: for weights, scratch, pages and kept
     states together. prompt_cache_gib: for kept states (None: from the memory plan, 0: off). warm_pass: prepare the

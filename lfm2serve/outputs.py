@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lfm2serve.chat.tool_calls import ToolCall
     from lfm2serve.stream import StreamMetrics
 
 SHOWN_CHARACTERS = 60  # of a text, in a repr
@@ -89,7 +90,9 @@ class CompletionOutput:
     """One reply. token_ids: with the eos or stop token that ended it; text: without.
 
     logprobs: one entry a token, the chosen token first. stop_reason: the stop string or stop token id that ended it
-    (None for eos). finish_reason: "stop", "length", "abort", "error", or None while it runs.
+    (None for eos). finish_reason: "stop", "tool_calls", "length", "abort", "error", or None while it runs.
+
+    A chat's text is what the model says; reasoning is its thought (None: none), tool_calls its calls.
     """
 
     index: int
@@ -99,14 +102,17 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def __repr__(self) -> str:
         stop = f", stop_reason={self.stop_reason!r}" if self.stop_reason is not None else ""
+        calls = f"calls={[call.name for call in self.tool_calls]}, " if self.tool_calls else ""
         return (
-            f"CompletionOutput(index={self.index}, text={_short(self.text)}, {len(self.token_ids)} tokens, "
+            f"CompletionOutput(index={self.index}, text={_short(self.text)}, {calls}{len(self.token_ids)} tokens, "
             f"finish_reason={self.finish_reason!r}{stop})"
         )
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
-from kernels_numba.batch import Batch, SampleResult, SampleRows
-from lfm2serve.backend import Array, Rounds
+from kernels_numba.batch import FED_BACK, SampleResult, SampleRows
+from lfm2serve.backend import Array, Round, Rounds
 from lfm2serve.draws import Draw, DrawTable
 from lfm2serve.memory.pages import Lease
-from lfm2serve.memory.states import StreamStates
+from lfm2serve.memory.states import Segment, StreamStates
 from lfm2serve.model import Model
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import Chunk
@@ -21,6 +22,25 @@ from lfm2serve.stream import Stream, TokenLogprobs
 SCORE_ROWS = 64  # prompt rows whose logits are held at once for their log-probabilities
 
 Drawn = tuple[int, TokenLogprobs | None]
+
+
+@dataclass(slots=True)
+class Begun:
+    """A decode round whose network is queued. positions: of each chunk's first row; rows: of its draw, once drawn."""
+
+    chunks: list[Chunk]
+    positions: list[int]
+    draws: list[Draw]
+    round: Round
+    rows: SampleRows | None = None
+
+    @property
+    def live(self) -> list[bool]:
+        """Of each chunk: whether its stream still waits for what is drawn; not if it was cancelled meanwhile."""
+        return [
+            chunk.stream.slot >= 0 and chunk.stream.rows_done == at
+            for chunk, at in zip(self.chunks, self.positions, strict=True)
+        ]
 
 
 class StepRunner:
@@ -44,12 +64,10 @@ class StepRunner:
         row and one behind each of its draft tokens.
         """
         counts = [len(c.draft) + 1 if c.completes and c.stream.max_tokens else 0 for c in chunks]
-        draws = [(c.stream, c.draft[:j]) for c, count in zip(chunks, counts, strict=True) for j in range(count)]
-        segments = [(c.stream.slot, c.stream.rows_done, [*c.stream.next_rows(c.rows), *c.draft]) for c in chunks]
-        batch = self._states.pack(segments)
-        ready = self._round(batch, draws) if len(draws) == len(batch.tokens) and not tap_rows else None
-        if ready is not None:
-            return _split(ready, counts)
+        draws = _draws(chunks, counts)
+        batch = self._states.pack(
+            [(c.stream.slot, c.stream.rows_done, [*c.stream.next_rows(c.rows), *c.draft]) for c in chunks]
+        )
         started = time.perf_counter()
         h = self._model.forward(batch, self._states, np.array(tap_rows, np.int32) if tap_rows else None)
         self.backend_s += time.perf_counter() - started
@@ -60,17 +78,37 @@ class StepRunner:
         rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
         return _split(self._draw(draws, self._model.backend.take(h, rows)) if draws else [], counts)
 
-    def _round(self, batch: Batch, draws: list[Draw]) -> list[Drawn] | None:
-        """The same for a step that draws behind each of its rows, in one launch; None where the backend has none."""
+    def begin(self, chunks: list[Chunk]) -> Begun | None:
+        """Queue the network of a decode round; None where the backend has none that large."""
+        segments = [(c.stream.slot, c.stream.rows_done, [*c.stream.next_rows(1), *c.draft]) for c in chunks]
+        return self._begin(chunks, segments)
+
+    def begin_behind(self, streams: Sequence[Stream]) -> Begun | None:
+        """Queue the network of these streams' next rows, behind a round that was drawn and not taken yet."""
+        return self._begin([Chunk(s, 1) for s in streams], [(s.slot, s.rows_done + 1, [FED_BACK]) for s in streams])
+
+    def _begin(self, chunks: list[Chunk], segments: Sequence[Segment]) -> Begun | None:
         if self._rounds is None:
             return None
-        rows = self._draws.rows(draws)
-        if not self._rounds.fits(batch, rows):
+        batch = self._states.pack(segments)
+        if not self._rounds.fits(batch):
             return None
-        started = time.perf_counter()
-        result = self._rounds.run(batch, rows)
-        self.backend_s += time.perf_counter() - started
-        return _drawn(result, rows)
+        draws = _draws(chunks, [len(chunk.draft) + 1 for chunk in chunks])
+        begun = Begun(chunks, [start for _, start, _ in segments], draws, self._rounds.begin(batch))
+        for chunk, (_, start, ids) in zip(chunks, segments, strict=True):
+            chunk.stream.rows_written = max(chunk.stream.rows_written, start + len(ids))
+        return begun
+
+    def draw(self, begun: Begun) -> None:
+        """Queue the draws behind a round's rows; what the rows before them drew must be known by now."""
+        assert self._rounds is not None
+        begun.rows = self._draws.rows(begun.draws)
+        self._rounds.draw(begun.round, begun.rows)
+
+    def take(self, begun: Begun) -> list[list[Drawn]]:
+        """What was drawn behind each chunk of a round; waits for it."""
+        assert begun.rows is not None
+        return _split(_drawn(begun.round.result(), begun.rows), [len(chunk.draft) + 1 for chunk in begun.chunks])
 
     def warm_up(self) -> None:
         """Run every operation once, in slot 0, so that no request waits for kernels to be compiled or captured."""
@@ -85,8 +123,9 @@ class StepRunner:
         self._states.close(0)
         self.backend_s = 0.0
         self._rounds = self._model.backend.decode_rounds(
-            lambda batch: self._model.logits(self._model.forward(batch, self._states)),
+            lambda batch, logits: self._model.logits(self._model.forward(batch, self._states), logits),
             self._draws.tables,
+            width=self._model.vocab_rows,
             vocab=self._draws.vocab,
             page_table=self._states.page_table,
             slots=len(self._states.leased_rows),
@@ -115,6 +154,11 @@ class StepRunner:
             logits = self._model.logits(self._model.backend.take(h, range(row + start, row + end)))
             found = self._model.backend.token_logprobs(logits, targets, top_n, self._draws.vocab)
             scored.extend(_logprobs(*found, top_n))
+
+
+def _draws(chunks: Sequence[Chunk], counts: Sequence[int]) -> list[Draw]:
+    """`counts` draws of each chunk: the first behind its rows, one more behind each draft token."""
+    return [(c.stream, c.draft[:j]) for c, count in zip(chunks, counts, strict=True) for j in range(count)]
 
 
 def _split(drawn: list[Drawn], counts: Sequence[int]) -> list[list[Drawn]]:

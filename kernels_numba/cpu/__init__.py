@@ -52,6 +52,7 @@ class KVCache:
     """
 
     data: NDArray[Any]
+    mapper: None = None  # the system gives a page its memory when it is first written
 
     @property
     def nbytes(self) -> int:
@@ -117,8 +118,8 @@ class CpuBackend:
         """Memory for `nbytes` of weights, given out by `take(shape, dtype)`: one run of huge pages is read fastest."""
         return Arena(nbytes)
 
-    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
-        """Pages for `attention_layers` layers; memory is taken when a page is first written."""
+    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int, *, lazy: bool = False) -> KVCache:
+        """Pages for `attention_layers` layers; lazy or not, memory is taken when a page is first written."""
         shape = (pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD)
         return KVCache(mapped(int(np.prod(shape)) * np.dtype(self._store).itemsize).view(self._store).reshape(shape))
 
@@ -391,9 +392,13 @@ class CpuBackend:
             )
         return out
 
-    def logits(self, x: Floats, weight: Bits) -> Floats:
-        """[n, V], rounded as any product."""
-        return self.linear(x, weight)
+    def logits(self, x: Floats, weight: Bits, out: Floats | None = None) -> Floats:
+        """[n, V], rounded as any product; in `out` where that is given."""
+        result = self.linear(x, weight)
+        if out is None:
+            return result
+        out[:] = result
+        return out
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
@@ -428,6 +433,7 @@ class CpuBackend:
         forward: Any,
         tables: PenaltyTables,
         *,
+        width: int,
         vocab: int,
         page_table: NDArray[np.int32],
         slots: int,

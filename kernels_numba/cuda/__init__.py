@@ -18,7 +18,7 @@ from . import rope as _rope
 from . import route as _route
 from . import sample as _sample
 from .driver import CudaError, DeviceArray, PinnedBuffer
-from .graph import BUCKETS, DecodeRounds
+from .graph import BUCKETS, DecodeRounds, most_round_rows
 from .inputs import (
     CONTROLS,
     DeviceBatch,
@@ -331,17 +331,19 @@ class CudaBackend(DeviceMemory):
             product.run(self.stream)
         return ExpertSum(self, residual, y, place, top_k)
 
-    def logits(self, x: Activations, weight: PackedWeight) -> Activations:
-        """[n, V] float32, rounded as any product."""
-        out = self.scratch.take((len(x), weight.outputs), "f32")
+    def logits(self, x: Activations, weight: PackedWeight, out: Activations | None = None) -> Activations:
+        """[n, V] float32, rounded as any product; in `out` where that is given."""
+        if out is None:
+            out = self.scratch.take((len(x), weight.outputs), "f32")
         self._product(x, weight, out)
         return out
 
     def decode_rounds(
         self,
-        forward: Callable[[DeviceBatch], Activations],
+        forward: Callable[[DeviceBatch, Activations], object],
         tables: PenaltyTables,
         *,
+        width: int,
         vocab: int,
         page_table: NDArray[np.int32],
         slots: int,
@@ -349,12 +351,11 @@ class CudaBackend(DeviceMemory):
     ) -> DecodeRounds:
         """Decode rounds as graphs, for up to `slots` streams of up to `context` tokens and as many draft rows again.
 
-        forward: the logits of all rows of a batch. Takes some milliseconds a bucket. The rounds made before are given
-        up.
+        forward: writes the logits [rows, width] of all rows of a batch. Takes some milliseconds a bucket. The rounds
+        made before are given up.
         """
         self._give_up_rounds()
-        largest = min(BUCKETS[-1], 2 * max(slots, 8))
-        count = next(i for i, rows in enumerate(BUCKETS) if rows >= largest) + 1
+        count = BUCKETS.index(most_round_rows(slots)) + 1
         most_ranges = -(-context // _attention.RANGE)
         ranges = min(BUCKETS[count - 1] * most_ranges, self.most_ranges)
         self._rounds = DecodeRounds(
@@ -362,6 +363,7 @@ class CudaBackend(DeviceMemory):
             forward,
             tables,
             buckets=BUCKETS[:count],
+            width=width,
             vocab=vocab,
             page_table=page_table,
             ranges=ranges,
@@ -382,7 +384,7 @@ class CudaBackend(DeviceMemory):
         else:
             used = np.where((rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0), rows.slot, -1)
             rows, seen, counts, owners = self._host_tables(rows, used)
-        *controls, owner = self.send(*control_arrays(rows, np.zeros(count, np.int32)))
+        *controls, owner = self.send(*control_arrays(rows))
         block, result = self.result_arrays(count, most)
         self.draw(logits, rows.vocab, controls, seen, counts, most, result)
         out = self._download(block, count, most)
@@ -416,7 +418,7 @@ class CudaBackend(DeviceMemory):
         result: Sequence[DeviceArray],
     ) -> None:
         """Queue the sampling kernel. controls: as of `control_arrays`."""
-        head = len(CONTROLS) + 1
+        head = len(CONTROLS)
         adjusted = self.scratch.take(logits.shape, "f32")
         self.launch(
             _sample.sample, len(logits), _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
@@ -465,12 +467,12 @@ def scratch_need(
 ) -> int:  # fmt: skip
     """Bytes of scratch for steps of up to `rows` rows.
 
-    features: of the widest dense SwiGLU; pairs: experts a row (0 for dense models); logit_rows: rows whose logits are
-    held at once; ranges: attention ranges of all decode rows together.
+    features: of the widest dense SwiGLU; pairs: experts a row (0 for dense models); logit_rows: rows that are drawn at
+    once; ranges: attention ranges of all decode rows together.
     """
     widest = max(3 * hidden + hidden, qkv + 2 * heads * HEAD, features, pairs * (expert_features + hidden + 16))
     step = rows * (4 * hidden + widest) * 2
-    return step + 2 * logit_rows * vocab * 4 + ranges * heads * (HEAD + 2) * 4 + (64 << 20)
+    return step + 3 * logit_rows * vocab * 4 + ranges * heads * (HEAD + 2) * 4 + (64 << 20)
 
 
-__all__ = ["CudaBackend", "KVCache", "PenaltyTables", "scratch_need"]
+__all__ = ["CudaBackend", "KVCache", "PenaltyTables", "most_round_rows", "scratch_need"]

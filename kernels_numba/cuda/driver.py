@@ -322,6 +322,7 @@ class Device:
         """most shared memory that one block may take"""
         self.l2_bytes = ask("L2_CACHE_SIZE")
         self.memory_bytes = int(call("cuDeviceTotalMem", self._handle))
+        self.virtual_memory = bool(ask("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"))
         self._context = call("cuDevicePrimaryCtxRetain", self._handle)
         self._functions: dict[str, Function] = {}
         self._modules: list[Any] = []

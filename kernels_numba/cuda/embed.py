@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numba import cuda
 
+from ..batch import FED_BACK
 from .compiler import kernel
 from .functions import device
 from .scalar import let_next_start, load4, store4, wait_for_earlier
 
 THREADS = 128
-FED_BACK = -1  # a token id of a decode row: the token that was drawn last for the row's slot
 
 
 @device

@@ -1,14 +1,15 @@
-"""Decode rounds as CUDA graphs: the whole round of a bucket of rows is captured once and replayed.
+"""Decode rounds as CUDA graphs: each bucket of rows has one of the network and one of the draw behind it.
 
-Everything a round reads lies in fixed device memory, filled by one copy from page-locked memory; rows of a bucket
-that a round doesn't use are padding (slot -1), which read and write no stream's state. A round that fits no graph, or a
-device where capture fails, runs the same kernels one by one, with the same bits.
+Everything a round reads lies in fixed device memory, filled by one copy a graph from page-locked memory; rows of a
+bucket that a round doesn't use are padding (slot -1), which read and write no stream's state. A network may be queued
+before the host knows the tokens that the round before draws: FED_BACK rows take them on the device. What fits no graph,
+or a device where capture fails, runs the same kernels one by one, with the same bits.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,8 +32,14 @@ LIST_ENTRIES = 1024  # biases, bans or draft tokens of a round
 DEPENDENT_ROWS = 16  # buckets up to this start each kernel before the one before has ended: it pays at few rows only
 ROUNDS = 2  # rounds whose inputs or results may be on their way
 
-Forward = Callable[[DeviceBatch], "Activations"]
-"""Runs the network over a batch; the logits of all its rows."""
+Forward = Callable[[DeviceBatch, "Activations"], object]
+"""Runs the network over a batch and writes the logits of all its rows to the array."""
+
+
+def most_round_rows(slots: int) -> int:
+    """Rows of the largest bucket that `slots` streams use: their own, and as many draft rows."""
+    largest = min(BUCKETS[-1], 2 * max(slots, 8))
+    return next(rows for rows in BUCKETS if rows >= largest)
 
 
 @contextmanager
@@ -58,99 +65,124 @@ def capture(stream: Stream) -> Iterator[Callable[[], Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    name: str
     offset: int
-    shape: tuple[int, ...]
+    count: int
     dtype: np.dtype[Any]
 
 
-class _Layout:
-    """Where each input of a bucket lies in its block: the batch, the controls, the lists."""
+KINDS = {"<i4": "i32", "<u4": "u32", "<f4": "f32", "<u8": "u64"}
 
-    def __init__(self, rows: int) -> None:
-        self.fields: dict[str, _Field] = {}
+
+class _Inputs:
+    """What one graph reads: named arrays in a block of device memory, and the page-locked blocks that fill it."""
+
+    def __init__(self, backend: CudaBackend, sizes: Iterable[tuple[str, int, str]]) -> None:
+        self._backend = backend
+        self._fields: dict[str, _Field] = {}
         self.nbytes = 0
-        for name in ("tokens", "positions", "row_segment"):
-            self._add(name, rows, "<i4")
-        self._add("seg_start", rows + 2, "<i4")
-        self._add("seg_slot", rows + 1, "<i4")
-        kinds = {"seed": "<u8", "choice": "<u4", "position": "<u4", "top_k": "<i4", "slot": "<i4"}
-        for name in CONTROLS:
-            self._add(name, rows, kinds.get(name, "<f4"))
-        self._add("certain", rows, "<i4")
-        for name in LISTS:
-            self._add(
-                name, rows + 1 if name.endswith("start") else LIST_ENTRIES, "<f4" if name == "bias_value" else "<i4"
-            )
-        self._add("top_n", rows, "<i4")
-
-    def _add(self, name: str, count: int, dtype: str) -> None:
-        kind = np.dtype(dtype)
-        self.fields[name] = _Field(name, self.nbytes, (count,), kind)
-        self.nbytes += -(-count * kind.itemsize // 16) * 16
-
-    def device(self, block: DeviceArray) -> dict[str, DeviceArray]:
-        kinds = {"<i4": "i32", "<u4": "u32", "<f4": "f32", "<u8": "u64"}
-        return {
-            name: DeviceArray(block.pointer + f.offset, f.shape, kinds[f.dtype.str]) for name, f in self.fields.items()
+        for name, count, dtype in sizes:
+            kind = np.dtype(dtype)
+            self._fields[name] = _Field(self.nbytes, count, kind)
+            self.nbytes += -(-count * kind.itemsize // 16) * 16
+        self._block = backend.allocate((self.nbytes,), "u8")
+        self._pinned = [PinnedBuffer(self.nbytes) for _ in range(ROUNDS)]
+        self.hosts = [self._views(pinned.array) for pinned in self._pinned]
+        self.device = {
+            name: DeviceArray(self._block.pointer + f.offset, (f.count,), KINDS[f.dtype.str])
+            for name, f in self._fields.items()
         }
 
-    def host(self, block: np.ndarray) -> dict[str, np.ndarray]:
+    def _views(self, block: np.ndarray) -> dict[str, np.ndarray]:
         return {
-            name: block[f.offset : f.offset + f.shape[0] * f.dtype.itemsize].view(f.dtype)
-            for name, f in self.fields.items()
+            name: block[f.offset : f.offset + f.count * f.dtype.itemsize].view(f.dtype)
+            for name, f in self._fields.items()
         }
+
+    def send(self, turn: int) -> None:
+        """Queue the copy of a host block."""
+        call(
+            "cuMemcpyHtoDAsync",
+            self._block.pointer,
+            self._pinned[turn].pointer,
+            self.nbytes,
+            self._backend.stream.handle,
+        )
+
+    def free(self) -> None:
+        self._backend.free(self._block)
+        for pinned in self._pinned:
+            pinned.free()
+
+
+def _network_sizes(rows: int) -> Iterator[tuple[str, int, str]]:
+    yield from ((name, rows, "<i4") for name in ("tokens", "positions", "row_segment"))
+    yield "seg_start", rows + 2, "<i4"
+    yield "seg_slot", rows + 1, "<i4"
+
+
+def _draw_sizes(rows: int) -> Iterator[tuple[str, int, str]]:
+    kinds = {"seed": "<u8", "choice": "<u4", "position": "<u4", "top_k": "<i4", "slot": "<i4"}
+    yield from ((name, rows, kinds.get(name, "<f4")) for name in CONTROLS)
+    for name in LISTS:
+        count = rows + 1 if name.endswith("start") else LIST_ENTRIES
+        yield name, count, "<f4" if name == "bias_value" else "<i4"
+    yield "top_n", rows, "<i4"
 
 
 class _Bucket:
-    """One graph and its fixed memory."""
+    """The two graphs of a number of rows, and their fixed memory."""
 
     def __init__(self, rounds: DecodeRounds, rows: int) -> None:
         be = rounds.backend
         self.rows = rows
-        self.layout = _Layout(rows)
-        self.block = be.allocate((self.layout.nbytes,), "u8")
-        self.pinned = [PinnedBuffer(self.layout.nbytes) for _ in range(ROUNDS)]
-        self.hosts = [self.layout.host(p.array) for p in self.pinned]
+        self.network = _Inputs(be, _network_sizes(rows))
+        self.draw = _Inputs(be, _draw_sizes(rows))
         self.words = rows * (3 + 2 * MOST_TOP)
         self.result = be.allocate((self.words,), "i32")
-        inputs = self.layout.device(self.block)
-        be.device.write(self.block, self._idle())
-        be.stream.synchronize()
-        self._run(rounds, inputs)  # once as it is: compiles and loads every kernel
-        be.stream.synchronize()
-        be.dependent = rows <= DEPENDENT_ROWS
-        try:
-            with capture(be.stream) as finished:
-                self._run(rounds, inputs)
-        finally:
-            be.dependent = False
-        self.graph = finished()
+        self.logits = rounds.logits.part(0, rows)
+        self.graphs: list[Any] = []
+        fill_network(self.network.hosts[0], rows, None)  # every row is padding
+        fill_draw(self.draw.hosts[0], rows, None)
+        self.network.send(0)
+        self.draw.send(0)
+        for run in (self._network, self._draw):
+            run(rounds)  # once as it is: loads every kernel
+            be.stream.synchronize()
+            be.dependent = rows <= DEPENDENT_ROWS
+            try:
+                with capture(be.stream) as finished:
+                    run(rounds)
+            finally:
+                be.dependent = False
+            self.graphs.append(finished())
 
-    def _idle(self) -> np.ndarray:
-        """Inputs of a round in which every row is padding."""
-        block = np.zeros(self.layout.nbytes, np.uint8)
-        fill(self.layout.host(block), self.rows, None, None, None)
-        return block
-
-    def _run(self, rounds: DecodeRounds, inputs: dict[str, DeviceArray]) -> None:
-        be = rounds.backend
+    def _network(self, rounds: DecodeRounds) -> None:
+        be, inputs = rounds.backend, self.network.device
         batch = DeviceBatch(
             self.rows, inputs["tokens"], inputs["positions"], inputs["row_segment"], inputs["seg_start"],
             inputs["seg_slot"], ranges=min(rounds.ranges, self.rows * rounds.most_ranges),
         )  # fmt: skip
         be.plan_attention(batch)
-        logits = rounds.forward(batch)
-        controls = [inputs[name] for name in (*CONTROLS, "certain", *LISTS, "top_n")]
-        tables = rounds.tables
+        rounds.forward(batch, self.logits)
+
+    def _draw(self, rounds: DecodeRounds) -> None:
+        inputs, tables = self.draw.device, rounds.tables
+        controls = [inputs[name] for name in (*CONTROLS, *LISTS, "top_n")]
         result = split_results(self.result, self.rows, MOST_TOP)
-        be.draw(logits, rounds.vocab, controls, tables.prompt_seen, tables.output_count, MOST_TOP, result)
+        rounds.backend.draw(
+            self.logits, rounds.vocab, controls, tables.prompt_seen, tables.output_count, MOST_TOP, result
+        )
+
+    def close(self, backend: CudaBackend) -> None:
+        for graph in self.graphs:
+            call("cuGraphExecDestroy", graph)
+        backend.free(self.result)
+        self.network.free()
+        self.draw.free()
 
 
-def fill(
-    host: dict[str, np.ndarray], bucket: int, batch: Batch | None, rows: SampleRows | None, certain: np.ndarray | None
-) -> None:
-    """Write a round's inputs; rows past the batch's become padding."""
+def fill_network(host: dict[str, np.ndarray], bucket: int, batch: Batch | None) -> None:
+    """Write what the network reads; rows past the batch's become padding."""
     count = 0 if batch is None else len(batch.tokens)
     segments = 0 if batch is None else len(batch.seg_slot)
     host["tokens"][count:] = 0
@@ -159,25 +191,29 @@ def fill(
     host["seg_start"][segments] = count
     host["seg_start"][segments + 1] = bucket
     host["seg_slot"][segments] = -1
-    host["slot"][count:] = -1
-    host["top_n"][count:] = -1
-    host["certain"][count:] = 0
-    for name in ("repetition",):
-        host[name][count:] = 1
-    for name in ("temperature", "presence", "frequency"):
-        host[name][count:] = 0
-    for name in LISTS:
-        if name.endswith("start"):
-            host[name][count:] = 0
-    if batch is None or rows is None:
+    if batch is None:
         return
     for name in ("tokens", "positions", "row_segment"):
         host[name][:count] = getattr(batch, name)
     host["seg_start"][:segments] = batch.seg_start[:segments]
     host["seg_slot"][:segments] = batch.seg_slot
+
+
+def fill_draw(host: dict[str, np.ndarray], bucket: int, rows: SampleRows | None) -> None:
+    """Write what the draw reads; rows past the given become padding."""
+    count = 0 if rows is None else len(rows.slot)
+    host["slot"][count:] = -1
+    host["top_n"][count:] = -1
+    host["repetition"][count:] = 1
+    for name in ("temperature", "presence", "frequency"):
+        host[name][count:] = 0
+    for name in LISTS:
+        if name.endswith("start"):
+            host[name][count:] = 0
+    if rows is None:
+        return
     for name in (*CONTROLS, "top_n"):
         host[name][:count] = getattr(rows, name)
-    host["certain"][:count] = 0 if certain is None else certain
     for name in LISTS:
         values = getattr(rows, name)
         host[name][: len(values)] = values
@@ -185,37 +221,52 @@ def fill(
             host[name][count:] = values[-1]
 
 
-@dataclass(slots=True)
 class Round:
-    """A decode round on its way. `result` waits for it."""
+    """A decode round: its network is queued, then its draw; `result` waits for it."""
 
-    _event: Event
-    _host: np.ndarray
-    _bucket: int
-    _count: int
-    _most: int
+    def __init__(self, bucket: _Bucket, count: int, turn: int, network: Event) -> None:
+        self.bucket, self.count, self.turn = bucket, count, turn
+        self._network = network
+        self._drawn: SampleResult | None = None
+        self._event: Event | None = None
+        self._host: np.ndarray | None = None
+        self._most = 0
 
-    def done(self) -> bool:
-        return self._event.done()
+    @property
+    def network_done(self) -> bool:
+        """Whether the device is through with the network, and waits for the draw."""
+        return self._network.done()
 
     def result(self) -> SampleResult:
-        self._event.synchronize()
-        every = host_results(self._host, self._bucket, MOST_TOP)
-        n, most = self._count, self._most
-        return SampleResult(
-            every.token[:n],
-            every.logprob[:n],
-            every.rank[:n],
-            every.top_ids[:n, :most].copy(),
-            every.top_logprobs[:n, :most].copy(),
-        )
+        if self._drawn is None:
+            assert self._event is not None and self._host is not None, "a round is drawn before its result is taken"
+            self._event.synchronize()
+            every, n, most = host_results(self._host, self.bucket.rows, MOST_TOP), self.count, self._most
+            self._drawn = SampleResult(
+                every.token[:n],
+                every.logprob[:n],
+                every.rank[:n],
+                every.top_ids[:n, :most].copy(),
+                every.top_logprobs[:n, :most].copy(),
+            )
+        return self._drawn
+
+    def drawn(self, result: SampleResult) -> None:
+        """It was drawn without a graph."""
+        self._drawn = result
+
+    def queued(self, event: Event, host: np.ndarray, most: int) -> None:
+        """Its draw is queued: the result lies in `host` once the event has come."""
+        self._event, self._host, self._most = event, host, most
 
 
 class DecodeRounds:
-    """Decode rounds of up to the largest bucket's rows, each one graph launch.
+    """Decode rounds of up to the largest bucket's rows, each two graph launches: `begin`, then `draw`.
 
-    forward: the network, from a DeviceBatch to all rows' logits. ranges: attention ranges of all rows of a round
-    together at most; most_ranges: of one row. Captures a graph for each bucket at construction.
+    Rounds are drawn in the order in which they began, and one may begin while the one before is being drawn: at most
+    two are under way. forward: the network, from a DeviceBatch to all rows' logits [rows, width]. ranges: attention
+    ranges of all rows of a round together at most; most_ranges: of one row. Captures the graphs of each bucket at
+    construction.
     """
 
     def __init__(
@@ -225,6 +276,7 @@ class DecodeRounds:
         tables: PenaltyTables,
         *,
         buckets: Sequence[int],
+        width: int,
         vocab: int,
         page_table: np.ndarray,
         ranges: int,
@@ -235,65 +287,69 @@ class DecodeRounds:
         backend.device.make_current()
         backend.send_page_table(page_table, np.zeros(0, np.int32))
         largest = max(buckets)
+        self.logits = backend.scratch.take((largest, width), "f32")
         self._results = [PinnedBuffer(largest * (3 + 2 * MOST_TOP) * 4) for _ in range(ROUNDS)]
-        self._events = [backend.device.event(timing=False) for _ in range(ROUNDS)]
+        self._networks = [backend.device.event(timing=False) for _ in range(ROUNDS)]
+        self._draws = [backend.device.event(timing=False) for _ in range(ROUNDS)]
         self._turn = 0
-        self.graphs: list[_Bucket] = []
+        self.buckets: list[_Bucket] = []
         try:
-            self.graphs = [_Bucket(self, rows) for rows in sorted(buckets)]
+            for rows in sorted(buckets):
+                self.buckets.append(_Bucket(self, rows))
         except CudaError as error:
-            _log.warning("decode rounds run without graphs (%s)", error)
+            _log.warning("decode rounds of more than %d rows run without graphs (%s)", self.most_rows, error)
+
+    @property
+    def most_rows(self) -> int:
+        return self.buckets[-1].rows if self.buckets else 0
 
     def close(self) -> None:
         """Give up graphs and memory. Idempotent."""
-        be, graphs = self.backend, self.graphs
-        be.stream.synchronize()
-        self.graphs = []
-        for bucket in graphs:
-            call("cuGraphExecDestroy", bucket.graph)
-            be.free(bucket.block)
-            be.free(bucket.result)
-            for pinned in bucket.pinned:
-                pinned.free()
+        self.backend.stream.synchronize()
+        buckets, self.buckets = self.buckets, []
+        for bucket in buckets:
+            bucket.close(self.backend)
         results, self._results = self._results, []
         for pinned in results:
             pinned.free()
+        self.__dict__.pop("logits", None)
 
-    def fits(self, batch: Batch, rows: SampleRows) -> bool:
-        """Whether a graph can run this batch, drawing a token behind each of its rows."""
+    def fits(self, batch: Batch) -> bool:
+        """Whether a graph can run this batch."""
         count = len(batch.tokens)
-        return (
-            len(rows.slot) == count
-            and any(count <= bucket.rows for bucket in self.graphs)
-            and int(rows.top_n.max(initial=-1)) <= MOST_TOP
-            and max(len(rows.bias_id), len(rows.ban_id), len(rows.ahead_id)) <= LIST_ENTRIES
-            and count_ranges(batch) <= min(self.ranges, self._bucket(count).rows * self.most_ranges)
+        return count <= self.most_rows and count_ranges(batch) <= min(
+            self.ranges, self._bucket(count).rows * self.most_ranges
         )
 
     def _bucket(self, count: int) -> _Bucket:
-        return next(bucket for bucket in self.graphs if count <= bucket.rows)
+        return next(bucket for bucket in self.buckets if count <= bucket.rows)
 
-    def launch(self, batch: Batch, rows: SampleRows, certain: np.ndarray | None = None) -> Round:
-        """Queue a round that `fits`. certain [rows]: see sample.py; a row may ask for embed.FED_BACK as its token."""
+    def begin(self, batch: Batch) -> Round:
+        """Queue the network over a batch that `fits`. A row's token may be FED_BACK: the one that the round
+        before draws for its slot."""
         be, bucket, turn = self.backend, self._bucket(len(batch.tokens)), self._turn
         self._turn = (turn + 1) % ROUNDS
         be.device.make_current()
         be.send_page_table(batch.page_table, batch.seg_slot)
+        self._draws[turn].synchronize()  # the round before last: its inputs are free again
+        fill_network(bucket.network.hosts[turn], bucket.rows, batch)
+        bucket.network.send(turn)
+        call("cuGraphLaunch", bucket.graphs[0], be.stream.handle)
+        self._networks[turn].record(be.stream)
+        return Round(bucket, len(batch.tokens), turn, self._networks[turn])
+
+    def draw(self, begun: Round, rows: SampleRows) -> None:
+        """Queue the draw of a token behind each of a round's rows; without a graph where the wishes are too many."""
+        be, bucket, turn = self.backend, begun.bucket, begun.turn
+        most = max(0, int(rows.top_n.max(initial=-1)))
+        if most > MOST_TOP or max(len(rows.bias_id), len(rows.ban_id), len(rows.ahead_id)) > LIST_ENTRIES:
+            begun.drawn(be.sample(bucket.logits.part(0, begun.count), rows))
+            return
         self.tables.flush()
-        self._events[turn].synchronize()  # the round before last: its inputs and results are free again
-        fill(bucket.hosts[turn], bucket.rows, batch, rows, certain)
-        call(
-            "cuMemcpyHtoDAsync",
-            bucket.block.pointer,
-            bucket.pinned[turn].pointer,
-            bucket.layout.nbytes,
-            be.stream.handle,
-        )
-        call("cuGraphLaunch", bucket.graph, be.stream.handle)
+        fill_draw(bucket.draw.hosts[turn], bucket.rows, rows)
+        bucket.draw.send(turn)
+        call("cuGraphLaunch", bucket.graphs[1], be.stream.handle)
         host = self._results[turn].array[: bucket.words * 4].view(np.int32)
         be.device.read(bucket.result, host, be.stream)
-        self._events[turn].record(be.stream)
-        return Round(self._events[turn], host, bucket.rows, len(batch.tokens), max(0, int(rows.top_n.max(initial=-1))))
-
-    def run(self, batch: Batch, rows: SampleRows) -> SampleResult:
-        return self.launch(batch, rows).result()
+        self._draws[turn].record(be.stream)
+        begun.queued(self._draws[turn], host, most)

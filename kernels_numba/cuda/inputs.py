@@ -120,11 +120,11 @@ def count_ranges(batch: Batch) -> int:
     return int((batch.positions // RANGE + 1).sum())
 
 
-def control_arrays(rows: SampleRows, certain: np.ndarray) -> list[np.ndarray]:
+def control_arrays(rows: SampleRows) -> list[np.ndarray]:
     """Everything of SampleRows but the tables, in the order of the sampling kernel; empty lists get an entry."""
     lists = [getattr(rows, name) for name in LISTS]
     lists = [array if array.size else np.zeros(1, array.dtype) for array in lists]
-    return [*(getattr(rows, name) for name in CONTROLS), certain, *lists, rows.top_n]
+    return [*(getattr(rows, name) for name in CONTROLS), *lists, rows.top_n]
 
 
 def split_results(block: DeviceArray, count: int, most: int) -> list[DeviceArray]:

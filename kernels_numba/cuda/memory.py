@@ -18,6 +18,7 @@ from .compiler import Kernel
 from .driver import Device, DeviceArray, Staging
 from .inputs import Uploads, packed_bytes
 from .pack import PackedWeight, bind_pack, packed_elements
+from .pieces import ReservedRange
 from .products import BLOCK_K, UNIT
 from .scratch import Activations, Scratch
 
@@ -28,9 +29,12 @@ UPLOAD_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class KVCache:
     """Keys and values of every attention layer in pages of PAGE_ROWS positions: bf16
-    [pages, layers, 2, kv_heads, PAGE_ROWS * 64]; a page is one run of memory (its inner order: see rope.py)."""
+    [pages, layers, 2, kv_heads, PAGE_ROWS * 64]; a page is one run of memory (its inner order: see rope.py).
+
+    mapper: gives parts of it their memory, before they are used; None where all of it has."""
 
     data: DeviceArray
+    mapper: ReservedRange | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +127,7 @@ class DeviceMemory:
         self.device = Device.open(ordinal)
         self.stream = self.device.stream()
         self._owned: dict[int, DeviceArray] = {}
+        self._ranges: dict[int, ReservedRange] = {}
         self._tables: PenaltyTables | None = None
         self.scratch = Scratch(self.allocate((scratch_bytes,), "u8"))
         self.uploads = Uploads(self.device, self.stream, UPLOAD_BYTES)
@@ -153,7 +158,10 @@ class DeviceMemory:
         """Give back memory before `close`; waits for what is queued."""
         self.stream.synchronize()
         array = array.data if isinstance(array, KVCache) else array
-        self.device.free(self._owned.pop(array.pointer))
+        if array.pointer in self._ranges:
+            self._ranges.pop(array.pointer).close()
+        else:
+            self.device.free(self._owned.pop(array.pointer))
 
     def keep(self, host: NDArray[Any]) -> DeviceArray:
         array = self.device.to_device(host)
@@ -166,7 +174,9 @@ class DeviceMemory:
         self.stream.synchronize()
         for array in self._owned.values():
             self.device.free(array)
-        self._owned = {}
+        for reserved in self._ranges.values():
+            reserved.close()
+        self._owned, self._ranges = {}, {}
         self.uploads.close()
 
     def read(self, array: Activations | DeviceArray) -> NDArray[Any]:
@@ -257,8 +267,14 @@ class DeviceMemory:
         """A small weight (norm [H]; convolution [H, 3], stored as [3, H])."""
         return self.keep(np.ascontiguousarray(bits.T))
 
-    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int) -> KVCache:
-        return KVCache(self.zeros((pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD), "bf16"))
+    def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int, *, lazy: bool = False) -> KVCache:
+        """Pages for `attention_layers` layers. lazy: addresses only, where the device can; see KVCache.mapper."""
+        shape = (pages, attention_layers, 2, kv_heads, PAGE_ROWS * HEAD)
+        if not (lazy and self.device.virtual_memory):
+            return KVCache(self.zeros(shape, "bf16"))
+        reserved = ReservedRange(self.device, math.prod(shape) * 2)
+        self._ranges[reserved.pointer] = reserved
+        return KVCache(DeviceArray(reserved.pointer, shape, "bf16"), reserved)
 
     def allocate_ring(self, conv_layers: int, slots: int, hidden: int) -> DeviceArray:
         """Convolution inputs [conv_layers, slots, RING_ROWS, hidden] by position % RING_ROWS."""

@@ -462,20 +462,19 @@ def nothing_asked(row, most, first, logprob, rank, top_ids, top_logprobs):
 
 
 @kernel(
-    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* i32* u8* i32* i32* i32* f32* i32* i32* "
-    "i32* i32* i32* i32 i32* i32* f32* i32* i32* f32*",
+    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* u8* i32* i32* i32* f32* i32* i32* i32* "
+    "i32* i32* i32 i32* i32* f32* i32* i32* f32*",
     threads=THREADS,
 )
 def sample(
     logits, width, vocab, adjusted, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice,
-    position, slot, certain, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id,
+    position, slot, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id,
     ahead_start, ahead_id, top_n, most, drawn, token, logprob, rank, top_ids, top_logprobs,
 ):  # fmt: skip
     """One token a row of logits [rows, width]; the controls are batch.SampleRows. Grid [rows].
 
-    certain [rows]: where 1, the drawn token is the stream's next: it goes to drawn [slots], for the next round, and
-    where a penalty is on is added to output_count. A row whose slot is -1 is padding and gets token 0. most: width of
-    top_ids and top_logprobs. adjusted: scratch [rows, width].
+    drawn [slots]: each slot's token, for rows of the next round that don't know theirs. A row whose slot is -1 is
+    padding and gets token 0. most: width of top_ids and top_logprobs. adjusted: scratch [rows, width].
     """
     values = cuda.shared.array(THREADS, np.float32)
     ids = cuda.shared.array(THREADS, np.int32)
@@ -520,10 +519,7 @@ def sample(
         chosen = draw(z, start, vocab, largest, chosen, warmth, min_p[row], limit, ties, random, sums, low, found)
     if thread == 0:
         token[row] = chosen
-        if certain[row] != 0:
-            drawn[slot[row]] = chosen
-            if penalised:
-                output_count[table + chosen] += 1
+        drawn[slot[row]] = chosen
     asked = top_n[row]
     nothing_asked(row, most, asked, logprob, rank, top_ids, top_logprobs)
     if asked >= 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from lfm2serve.chat.tokenizer import Tokenizer
 
@@ -12,19 +12,35 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer:
-    """Text of one reply. The joined pieces equal `tokenizer.decode` of all the ids, however they were split."""
+    """Text of one reply. The joined pieces equal `tokenizer.decode` of all the ids, however they were split.
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    marks: tokens that are shown as another text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, marks: Mapping[int, str] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._marks = marks or {}
         self._decoder = _utf8("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """The whole characters that are complete now. Bytes that can't be UTF-8 become U+FFFD at once."""
-        return self._decoder.decode(self._tokenizer.join_bytes(ids, self._skip))
+        if not self._marks:
+            return self._decoder.decode(self._tokenizer.join_bytes(ids, self._skip))
+        pieces: list[str] = []
+        for token in ids:
+            mark = self._marks.get(token)
+            pieces.append(
+                self._decoder.decode(self._tokenizer.join_bytes((token,), self._skip))
+                if mark is None
+                else self.finish() + mark
+            )
+        return "".join(pieces)
 
     def finish(self) -> str:
-        """What is left at the end: "" or, for a character that was never completed, one U+FFFD."""
+        """What is left before a mark or at the end: "" or, for a character that was never completed, one U+FFFD."""
         return self._decoder.decode(b"", final=True)
 
 

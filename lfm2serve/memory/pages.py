@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kernels_numba.batch import PAGE_ROWS
@@ -98,8 +99,14 @@ class PagePool:
         """Give back a stream's pages, or its place in the line. A second call is harmless."""
         self._line.pop(stream, None)
         lease = self._leases.pop(stream, None)
-        if lease is not None:
-            self._free.extend(lease.pages[i] // self.range_pages for i in range(0, len(lease.pages), self.range_pages))
+        if lease is not None:  # on top of the stack as they lay there
+            firsts = lease.pages[:: self.range_pages]
+            self._free.extend(page // self.range_pages for page in reversed(firsts))
+
+    def upcoming(self) -> Iterator[int]:
+        """The free pages in the order in which they will be handed out."""
+        for unit in reversed(self._free):
+            yield from range(unit * self.range_pages, (unit + 1) * self.range_pages)
 
     def census(self) -> Census:
         streams = {lease.stream: len(lease.pages) for lease in self._leases.values()}

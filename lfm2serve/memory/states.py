@@ -12,6 +12,7 @@ from kernels_numba.batch import PAGE_ROWS, RING_ROWS, Batch
 from lfm2serve.backend import Backend
 from lfm2serve.config import ModelConfig
 from lfm2serve.errors import LeaseError
+from lfm2serve.memory.arena import Arena
 from lfm2serve.memory.pages import Lease, pages_for
 from lfm2serve.memory.snapshots import SNAPSHOT_PAGE, Run, byte_runs, copy_plan, cut
 
@@ -42,14 +43,18 @@ class StreamStates:
     """K/V pool, conv rings and page table of `slots` streams, and the arena of snapshot pages.
 
     A slot's page table row and its leased rows are set by `open` and cleared by `close`; `pack` refuses rows past
-    them. A slot that starts at position 0 never sees what the slot held before.
+    them. A slot that starts at position 0 never sees what the slot held before. lazy: `arena` gives pages their memory
+    as leases reach them, where the backend can.
     """
 
     def __init__(
-        self, config: ModelConfig, backend: Backend, *, slots: int, pages: int, max_rows: int, snapshot_pages: int = 0
-    ) -> None:
+        self, config: ModelConfig, backend: Backend, *, slots: int, pages: int, max_rows: int, snapshot_pages: int = 0,
+        lazy: bool = False,
+    ) -> None:  # fmt: skip
         layers, hidden = len(config.conv_layers), config.hidden_size
-        self.kv = backend.allocate_kv(pages, len(config.attention_layers), config.num_key_value_heads)
+        self.kv = backend.allocate_kv(pages, len(config.attention_layers), config.num_key_value_heads, lazy=lazy)
+        self.arena = Arena(pages, self.kv.page_bytes, self.kv.mapper)
+        self.arena.ready((0,), alone=True)  # steps are tried on page 0 before anybody has a lease
         self.ring = backend.allocate_ring(layers, slots, hidden)
         self.taps = backend.allocate_taps(TAPS, layers, hidden)
         self.page_table = np.zeros((slots, pages_for(max_rows)), np.int32)
@@ -57,7 +62,7 @@ class StreamStates:
         self.snapshot_pages = snapshot_pages
         self.max_rows = max_rows
         self._backend = backend
-        self._arena = backend.allocate_bytes(snapshot_pages * SNAPSHOT_PAGE)
+        self._snapshots = backend.allocate_bytes(snapshot_pages * SNAPSHOT_PAGE)
         self._kv_bytes = backend.bytes_of(self.kv.data)
         self._ring_bytes = backend.bytes_of(self.ring)
         self._tap_bytes = backend.bytes_of(self.taps)
@@ -80,7 +85,8 @@ class StreamStates:
 
     def close_all(self) -> None:
         """Give the device's memory back; the states can't be used afterwards."""
-        for array in (self.kv.data, self.ring, self.taps, self._arena):
+        self.arena.close()
+        for array in (self.kv.data, self.ring, self.taps, self._snapshots):
             self._backend.free(array)
 
     def pack(self, segments: Sequence[Segment]) -> Batch:
@@ -118,12 +124,12 @@ class StreamStates:
         tap_bytes = self.shape.input_bytes * TAP_ROWS
         if tap is None:
             conv = self._ring_runs(slot, range(RING_ROWS))
-            self._copy(self._arena, self._ring_bytes, conv, target)
+            self._copy(self._snapshots, self._ring_bytes, conv, target)
         else:
-            self._copy(self._arena, self._tap_bytes, [Run(tap * tap_bytes, tap_bytes)], target)
+            self._copy(self._snapshots, self._tap_bytes, [Run(tap * tap_bytes, tap_bytes)], target)
         conv_rows = RING_ROWS if tap is None else TAP_ROWS
         pages = self._page_runs(slot, at)
-        return self._copy(self._arena, self._kv_bytes, pages, self._kv_part(target, conv_rows, pages))
+        return self._copy(self._snapshots, self._kv_bytes, pages, self._kv_part(target, conv_rows, pages))
 
     def restore(self, slot: int, at: int, runs: Sequence[Run], conv_rows: int) -> int:
         """Copy a kept state into a slot's pages and ring, as if its `at` rows had run there."""
@@ -136,9 +142,9 @@ class StreamStates:
             else [(at - back) % RING_ROWS for back in range(conv_rows, 0, -1)]
         )
         ring = self._ring_runs(slot, rows)
-        self._copy(self._ring_bytes, self._arena, cut(source, 0, sum(run.count for run in ring)), ring)
+        self._copy(self._ring_bytes, self._snapshots, cut(source, 0, sum(run.count for run in ring)), ring)
         pages = self._page_runs(slot, at)
-        return self._copy(self._kv_bytes, self._arena, self._kv_part(source, conv_rows, pages), pages)
+        return self._copy(self._kv_bytes, self._snapshots, self._kv_part(source, conv_rows, pages), pages)
 
     def _ring_runs(self, slot: int, rows: Sequence[int]) -> list[Run]:
         """Where a slot's conv inputs lie, layer by layer."""

@@ -2,189 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
-import pydantic_core
 from anyio import to_thread
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from lfm2serve.errors import EngineDead, InvalidRequest, Lfm2Error
-from lfm2serve.runtime import Runtime, new_seed
-from lfm2serve.server.errors import HANDLERS, BodyTooLarge, UnsupportedMediaType, body_of
-from lfm2serve.server.group import SHUTTING_DOWN, Bridge, ReplyGroup
-from lfm2serve.server.metrics import ServerMetrics
-from lfm2serve.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Strict, TokenizeRequest
-from lfm2serve.server.responses import ChatShape, CompletionShape, Shape
-from lfm2serve.server.streaming import EventStream, unless_disconnected
-
-log = logging.getLogger(__name__)
-
-MAX_BODY = 32 * 2**20
-LONG_BODY = 4096  # bytes; parsing and tokenising more could be felt by the other clients, so that gets a thread
-
-T = TypeVar("T")
-R = TypeVar("R", bound=Strict)
-
-
-class ServerState:
-    """What the endpoints share: the runtime, the metrics, and the requests in flight."""
-
-    def __init__(self, runtime: Runtime, model: str, keepalive_s: float) -> None:
-        self.runtime = runtime
-        self.model = model
-        self.keepalive_s = keepalive_s
-        self.metrics = ServerMetrics(runtime.engine, model)
-        self.groups: set[ReplyGroup] = set()
-        self.stopping = False
-        self._bridge: Bridge | None = None
-
-    def bridge(self) -> Bridge:
-        loop = asyncio.get_running_loop()
-        if self._bridge is None or self._bridge.loop is not loop:
-            self._bridge = Bridge(loop)
-        return self._bridge
-
-    def stop(self) -> None:
-        """End every request in flight with an error, and refuse new ones."""
-        self.stopping = True
-        for group in self.groups:
-            group.fail(EngineDead(SHUTTING_DOWN))
-
-
-def state_of(request: Request) -> ServerState:
-    state: ServerState = request.app.state.server
-    return state
-
-
-async def read_body(request: Request) -> bytes:
-    """The whole body, up to the limit."""
-    too_large = BodyTooLarge(f"the body is over {MAX_BODY} bytes", code="request_too_large")
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > MAX_BODY:
-        raise too_large
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY:
-            raise too_large
-    return bytes(body)
-
-
-async def maybe_in_thread(long: bool, work: Callable[[], T]) -> T:
-    return await to_thread.run_sync(work) if long else work()
-
-
-async def read(request: Request, kind: type[R]) -> tuple[R, bool]:
-    """The checked request in a JSON body, and whether it is a long one."""
-    body = await read_body(request)
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise UnsupportedMediaType(f"content-type {media_type or 'missing'!r}: must be application/json")
-    long = len(body) > LONG_BODY
-    return await maybe_in_thread(long, lambda: kind.parse(json_object(body))), long
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """A JSON object; InvalidRequest for anything else, NaN and lone surrogates included."""
-    try:
-        value = pydantic_core.from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest("the body must be a JSON object")
-    return value
-
-
-class Answer(Response):
-    """The reply to a generation request, whole or as a stream. Whatever ends it, its streams end with it."""
-
-    def __init__(self, state: ServerState, request: ChatRequest | CompletionRequest, long: bool) -> None:
-        self._state = state
-        self._request = request
-        self._long = long
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await unless_disconnected(receive, self._work(send))
-            if body is not None:
-                await JSONResponse(body)(scope, receive, send)
-        except ClientDisconnect:
-            log.debug("client left: %s", scope["path"])
-
-    async def _work(self, send: Send) -> dict[str, Any] | None:
-        """Run the request; returns the whole response unless it was streamed."""
-        request, state = self._request, self._state
-        params = request.params(state.runtime)
-        prompts = await maybe_in_thread(self._long, lambda: request.prompts(state.runtime))
-        # 53 bits: a number that every JSON reader keeps exactly, so that the seed we report can be sent back.
-        seed = new_seed() >> 10 if params.seed is None else params.seed
-        shape = self._shape(seed)
-        with ReplyGroup(state.runtime, state.metrics, state.bridge()) as group:
-            state.groups.add(group)
-            try:
-                if state.stopping:
-                    raise EngineDead(SHUTTING_DOWN)
-                group.submit(prompts, params, seed, draft=request.draft, prompt_cache=request.prompt_cache)
-                if request.stream:
-                    await self._stream(group, shape, EventStream(send))
-                    return None
-                await group.finish(state.keepalive_s)
-                return shape.whole(group.replies)
-            finally:
-                state.groups.discard(group)
-
-    def _shape(self, seed: int) -> Shape:
-        request, tokenizer = self._request, self._state.runtime.tokenizer
-        model = request.model if request.model is not None else self._state.model
-        if isinstance(request, ChatRequest):
-            return ChatShape(request, tokenizer, model, seed)
-        return CompletionShape(request, tokenizer, model, seed)
-
-    async def _stream(self, group: ReplyGroup, shape: Shape, events: EventStream) -> None:
-        try:
-            while group.running:
-                try:
-                    reply, delta = await group.next(self._state.keepalive_s)
-                except TimeoutError:
-                    await events.comment("keep-alive")
-                    continue
-                for chunk in shape.chunks(reply, delta):
-                    await events.data(chunk)
-            if self._request.include_usage:
-                await events.data(shape.usage_chunk(group.replies))
-        except ClientDisconnect:
-            raise
-        except Exception as error:
-            if not events.started:
-                raise
-            if not isinstance(error, Lfm2Error):
-                log.exception("a stream failed")
-            await events.data(body_of(error))
-        await events.done()
+from lfm2serve.errors import InvalidRequest
+from lfm2serve.runtime import Runtime
+from lfm2serve.server.answer import Answer, ServerState, maybe_in_thread, read, state_of
+from lfm2serve.server.errors import HANDLERS
+from lfm2serve.server.front import in_front
+from lfm2serve.server.options import ServerOptions
+from lfm2serve.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from lfm2serve.server.responses import ChatShape, CompletionShape
 
 
 async def chat_completions(request: Request) -> Response:
-    return Answer(state_of(request), *await read(request, ChatRequest))
+    asked, long = await read(request, ChatRequest.parse)
+    state = state_of(request)
+    return Answer(state, asked, long, partial(ChatShape, asked, state.runtime.tokenizer))
 
 
 async def completions(request: Request) -> Response:
-    return Answer(state_of(request), *await read(request, CompletionRequest))
+    asked, long = await read(request, CompletionRequest.parse)
+    state = state_of(request)
+    return Answer(state, asked, long, partial(CompletionShape, asked, state.runtime.tokenizer))
 
 
 async def tokenize(request: Request) -> Response:
     state = state_of(request)
-    asked, long = await read(request, TokenizeRequest)
+    asked, long = await read(request, TokenizeRequest.parse)
     ids = await maybe_in_thread(long, lambda: asked.token_ids(state.runtime))
     texts = [state.runtime.tokenizer.token_text(token) for token in ids] if asked.return_token_strs else None
     context = state.runtime.engine.context
@@ -193,7 +50,7 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     tokenizer = state_of(request).runtime.tokenizer
-    asked, long = await read(request, DetokenizeRequest)
+    asked, long = await read(request, DetokenizeRequest.parse)
     for place, token in enumerate(asked.tokens):
         if not 0 <= token < tokenizer.size:
             raise InvalidRequest(f"tokens[{place}]={token}: not one of {tokenizer.size} entries", param="tokens")
@@ -225,11 +82,7 @@ def _model_card(request: Request) -> dict[str, Any]:
 
 async def health(request: Request) -> Response:
     state = state_of(request)
-    engine = state.runtime.engine
-    if not engine.alive:
-        raise EngineDead(engine.fault or "the engine has stopped")
-    if state.stopping:
-        raise EngineDead("the server is shutting down")
+    state.check()
     return JSONResponse({"status": "ok", "model": state.model})
 
 
@@ -246,7 +99,21 @@ async def _lifespan(app: Starlette) -> AsyncIterator[None]:
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(runtime: Runtime, *, served_model_name: str | None = None, keepalive_s: float = 15.0) -> Starlette:
+class _App(Starlette):
+    """Starlette behind the server's own front, which its handlers of unexpected errors stand behind too."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        state: ServerState = self.state.server
+        return in_front(super().build_middleware_stack(), state.options, state.metrics.responded)
+
+
+def create_app(
+    runtime: Runtime,
+    *,
+    served_model_name: str | None = None,
+    keepalive_s: float = 15.0,
+    options: ServerOptions | None = None,
+) -> Starlette:
     """The ASGI app that serves `runtime`; closing the runtime stays with the caller.
 
     served_model_name: what /v1/models and the metrics call the model (default: the runtime's name); any name is taken
@@ -267,7 +134,7 @@ def create_app(runtime: Runtime, *, served_model_name: str | None = None, keepal
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
     routes.append(Route("/v1/prompt_cache", clear_prompt_cache, methods=["DELETE"]))
-    app = Starlette(routes=routes, exception_handlers=HANDLERS, lifespan=_lifespan)
+    app = _App(routes=routes, exception_handlers=HANDLERS, lifespan=_lifespan)
     app.state.created = int(time.time())
-    app.state.server = ServerState(runtime, served_model_name or runtime.name, keepalive_s)
+    app.state.server = ServerState(runtime, served_model_name or runtime.name, keepalive_s, options or ServerOptions())
     return app

@@ -114,9 +114,16 @@ class ServerMetrics:
         self._queued = histogram("vllm:request_queue_time_seconds", "Waiting for pages or a slot.", SECONDS)
         self._prompt = histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._reply = histogram("vllm:request_generation_tokens", "Tokens of a reply.", TOKENS)
+        self._responses = Counter(
+            "lfm2serve:http_responses", "Responses by status.", [*LABELS, "status"], registry=registry
+        )
         self._ends = Counter(
             "vllm:request_success", "Finished replies by reason.", [*LABELS, "finished_reason"], registry=registry
         )
+
+    def responded(self, status: int) -> None:
+        """A request has ended, with this HTTP status."""
+        self._responses.labels(self._model, str(status)).inc()
 
     def tokens(self, event: StreamEvent, at: float, previous: float | None) -> None:
         """A reply gained tokens at the monotonic time `at`; its tokens before those came at `previous`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,8 +12,10 @@ from lfm2serve.chat.detokenize import Detokenizer
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.outputs import Logprob
 from lfm2serve.reply import ReplyDelta
+from lfm2serve.server.errors import body_of
 from lfm2serve.server.group import Reply
 from lfm2serve.server.requests import ChatRequest, CompletionRequest
+from lfm2serve.server.shape import Shape
 
 Step = dict[int, Logprob] | None  # one token's log-probabilities: its own and the most likely ones'
 
@@ -76,9 +78,10 @@ def prompt_logprobs(reply: Reply, asked: int) -> list[dict[str, Any] | None]:
     ]
 
 
-class Shape(ABC):
-    """How one endpoint writes its replies. Every chunk of a stream carries the same id, time, model and seed."""
+class _OpenAIShape(Shape):
+    """What chats and completions share. Every chunk of a stream carries the same id, time, model and seed."""
 
+    end_mark = "[DONE]"
     whole_object: str
     chunk_object: str
     id_prefix: str
@@ -92,22 +95,23 @@ class Shape(ABC):
             "seed": seed,
         }
         self._begun: set[int] = set()
+        self._include_usage = request.include_usage
         self._null_usage = {"usage": None} if request.include_usage else {}
 
     @abstractmethod
     def choice(self, reply: Reply) -> dict[str, Any]:
         """A finished reply."""
 
-    @abstractmethod
-    def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]:
-        """The chunks that tell what a reply gained: none where there is nothing to tell."""
-
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         choices = [self.choice(reply) for reply in replies]
         return {"object": self.whole_object, **self._head, "choices": choices, "usage": usage(replies)}
 
-    def usage_chunk(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        return {"object": self.chunk_object, **self._head, "choices": [], "usage": usage(replies)}
+    def closing(self, replies: Sequence[Reply]) -> Iterable[dict[str, Any]]:
+        if self._include_usage:
+            yield {"object": self.chunk_object, **self._head, "choices": [], "usage": usage(replies)}
+
+    def failure(self, error: Exception) -> Iterable[dict[str, Any]]:
+        yield body_of(error)
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"object": self.chunk_object, **self._head, "choices": [choice], **more, **self._null_usage}
@@ -118,7 +122,7 @@ class Shape(ABC):
         return first
 
 
-class ChatShape(Shape):
+class ChatShape(_OpenAIShape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl"
@@ -188,7 +192,7 @@ class ChatShape(Shape):
         }
 
 
-class CompletionShape(Shape):
+class CompletionShape(_OpenAIShape):
     whole_object = "text_completion"
     chunk_object = "text_completion"
     id_prefix = "cmpl"
@@ -201,7 +205,13 @@ class CompletionShape(Shape):
 
     def choice(self, reply: Reply) -> dict[str, Any]:
         built = reply.builder
-        whole = ReplyDelta(built.text, built.token_ids, built.logprobs, built.finish_reason, built.stop_reason)
+        whole = ReplyDelta(
+            text=built.text,
+            token_ids=built.token_ids,
+            logprobs=built.logprobs,
+            finish_reason=built.finish_reason,
+            stop_reason=built.stop_reason,
+        )
         choice = self._piece(reply, whole, first=True)
         if self._request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(reply, self._request.prompt_logprobs)

@@ -74,6 +74,7 @@ def run(
     config = uvicorn.Config(
         app,
         access_log=False,
+        log_config=None,
         log_level="warning",
         lifespan="on",
         ws="none",

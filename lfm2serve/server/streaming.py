@@ -51,10 +51,11 @@ def to_json(value: Any) -> str:
 
 class EventStream:
     """A response of server-sent events. Its status line is sent with the first event, so that failures before it keep
-    their own status."""
+    their own status. named: an event's "type" is its name too."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, *, named: bool = False) -> None:
         self._send_message = send
+        self._named = named
         self.started = False
 
     async def _send(self, message: dict[str, Any]) -> None:
@@ -69,15 +70,17 @@ class EventStream:
             await self._send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         await self._send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
-    async def data(self, value: Any) -> None:
+    async def data(self, value: dict[str, Any]) -> None:
         """One event with `value` as JSON."""
-        await self._write(f"data: {to_json(value)}\n\n")
+        name = f"event: {value['type']}\n" if self._named else ""
+        await self._write(f"{name}data: {to_json(value)}\n\n")
 
     async def comment(self, text: str) -> None:
         """A line that clients ignore and that keeps proxies from closing the connection."""
         await self._write(f": {text}\n\n")
 
-    async def done(self) -> None:
-        """OpenAI's end mark, and the end of the response."""
-        await self._write("data: [DONE]\n\n")
+    async def end(self, mark: str | None = None) -> None:
+        """The end of the response, behind a last line of data where the protocol has one."""
+        if mark is not None:
+            await self._write(f"data: {mark}\n\n")
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels_numba.batch import PAGE_ROWS, Batch, SampleRows
+from kernels_numba.batch import FED_BACK, PAGE_ROWS, Batch, SampleRows
 from kernels_numba.cuda import attention, conv, embed, norm, rope, route, sample
 from tests.kernels import reference
 from tests.kernels.reference import Reference, bf16_bits, round_bf16, widen
@@ -70,7 +70,7 @@ def check_embed(run: Run, rng: np.random.Generator, rows: int, hidden: int) -> N
     segment, slot = np.arange(rows, dtype=i32), rng.integers(0, 4, rows).astype(i32)
     expected = weight[tokens]
     if rows > 2:
-        tokens[1], slot[2] = embed.FED_BACK, -1
+        tokens[1], slot[2] = FED_BACK, -1
         expected[1], expected[2] = weight[drawn[slot[1]]], 0
     out = poisoned(rows * hidden)
     run(embed.embed, rows, embed.THREADS, tokens, drawn, segment, slot, packed.view(np.uint32), i32(hidden), out)
@@ -443,19 +443,16 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
     drawn, token, rank = np.full(n + 1, -7, i32), np.full(n, -7, i32), np.full(n, -7, i32)
     logprob, top_ids, top = np.zeros(n, np.float32), np.full(n * most, -7, i32), np.zeros(n * most, np.float32)
     counts = rows.output_count.copy().reshape(-1)
-    certain = rng.integers(0, 2, n).astype(i32)
     run(
         sample.sample, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab),
-        np.full(n * width, np.nan, np.float32), *(getattr(rows, name) for name in CONTROLS), certain,
+        np.full(n * width, np.nan, np.float32), *(getattr(rows, name) for name in CONTROLS),
         rows.prompt_seen.reshape(-1), counts, *(getattr(rows, name) for name in LISTS), i32(most), drawn, token,
         logprob, rank, top_ids, top,
     )  # fmt: skip
     for row in range(n):
         allowed = possible_draws(logits, rows, row)
         assert token[row] in allowed
-        assert drawn[rows.slot[row]] == (token[row] if certain[row] else -7)
-        penalised = rows.repetition[row] != 1 or rows.presence[row] != 0 or rows.frequency[row] != 0
-        rows.output_count[rows.slot[row], token[row]] += penalised and certain[row]
+        assert drawn[rows.slot[row]] == token[row]
         wanted = int(rows.top_n[row])
         if wanted < 0:
             assert np.isnan(logprob[row]) and rank[row] == 0
@@ -465,7 +462,7 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
             assert top_ids.reshape(n, most)[row, :wanted].tolist() == ids
             assert np.allclose(top.reshape(n, most)[row, :wanted], best, atol=2e-5)
         assert (top_ids.reshape(n, most)[row, max(wanted, 0) :] == -1).all()
-    assert np.array_equal(counts, rows.output_count.reshape(-1))
+    assert np.array_equal(counts, rows.output_count.reshape(-1)), "only the host counts"
     again = np.full(n, -7, i32)
     targets, top_n = token.copy(), np.full(n, 2, i32)
     run(

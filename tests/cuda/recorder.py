@@ -16,6 +16,7 @@ class Recorder:
 
     name, capability, architecture = "recorder", (9, 0), "sm_90a"
     multiprocessors, shared_bytes, l2_bytes = 132, 232448, 60 << 20
+    virtual_memory = False
 
     def __init__(self) -> None:
         self.launched: list[str] = []

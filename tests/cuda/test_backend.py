@@ -108,14 +108,20 @@ def test_sampling_queues_what_the_kernel_takes(network: Network, recorder: Recor
 def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, recorder: Recorder) -> None:
     be, vocab = network.backend, network.config.vocab_size
 
-    def forward(batch: Any) -> Any:
-        return network.model.logits(network.model.forward(batch, network.states))
+    def forward(batch: Any, logits: Any) -> Any:
+        return network.model.logits(network.model.forward(batch, network.states), logits)
+
+    def run(batch: Any, rows: SampleRows) -> Any:
+        begun = rounds.begin(batch)
+        rounds.draw(begun, rows)
+        return begun.result()
 
     rounds = graph.DecodeRounds(
         be,
         forward,
         network.tables,
         buckets=(1, 4),
+        width=vocab,
         vocab=vocab,
         page_table=network.page_table,
         ranges=64,
@@ -126,22 +132,23 @@ def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, r
     rows: SampleRows = greedy(
         3, [3, 0, 0], vocab, bias_start=starts, bias_id=np.array([9], np.int32), bias_value=np.array([2], np.float32)
     )
-    assert rounds.fits(batch, rows) and not rounds.fits(batch, greedy(2, [3, 0], vocab))
-    assert not rounds.fits(batch, rows._replace(top_n=np.full(3, 21, np.int32)))
-    assert not rounds.fits(network.batch([(0, 0, [1] * 5)]), greedy(5, [0] * 5, vocab))
+    assert rounds.fits(batch) and not rounds.fits(network.batch([(0, 0, [1] * 5)]))
     recorder.launched.clear()
-    result = rounds.run(batch, rows)
-    assert recorder.launched.count("cuGraphLaunch") == 1 and result.token.shape == (3,)
-    bucket = rounds.graphs[1]
-    host = bucket.hosts[0]
-    assert host["tokens"].tolist() == [5, 6, 7, 0] and host["positions"].tolist() == [130, 7, 8, 0]
-    assert host["row_segment"].tolist() == [0, 1, 1, 2] and host["seg_start"][:4].tolist() == [0, 1, 3, 4]
-    assert host["seg_slot"][:3].tolist() == [3, 0, -1] and host["slot"].tolist() == [3, 0, 0, -1]
-    assert host["bias_start"].tolist() == [0, 1, 1, 1, 1] and host["bias_id"][0] == 9
-    rounds.run(network.batch([(5, 0, [1]), (4, 0, [1])]), greedy(2, [5, 4], vocab))
-    rounds.run(network.batch([(2, 0, [1]), (4, 0, [1])]), greedy(2, [2, 4], vocab))
-    assert host["seg_slot"][:3].tolist() == [2, 4, -1] and host["slot"].tolist() == [2, 4, -1, -1]
-    assert not host["bias_start"].any() and host["row_segment"].tolist() == [0, 1, 2, 2]
+    result = run(batch, rows)
+    assert recorder.launched.count("cuGraphLaunch") == 2 and result.token.shape == (3,)
+    network_host, draw_host = rounds.buckets[1].network.hosts[0], rounds.buckets[1].draw.hosts[0]
+    assert network_host["tokens"].tolist() == [5, 6, 7, 0] and network_host["positions"].tolist() == [130, 7, 8, 0]
+    assert network_host["row_segment"].tolist() == [0, 1, 1, 2]
+    assert network_host["seg_start"][:4].tolist() == [0, 1, 3, 4]
+    assert network_host["seg_slot"][:3].tolist() == [3, 0, -1] and draw_host["slot"].tolist() == [3, 0, 0, -1]
+    assert draw_host["bias_start"].tolist() == [0, 1, 1, 1, 1] and draw_host["bias_id"][0] == 9
+    run(network.batch([(5, 0, [1]), (4, 0, [1])]), greedy(2, [5, 4], vocab))
+    run(network.batch([(2, 0, [1]), (4, 0, [1])]), greedy(2, [2, 4], vocab))
+    assert network_host["seg_slot"][:3].tolist() == [2, 4, -1] and draw_host["slot"].tolist() == [2, 4, -1, -1]
+    assert not draw_host["bias_start"].any() and network_host["row_segment"].tolist() == [0, 1, 2, 2]
+    recorder.launched.clear()
+    assert run(batch, rows._replace(top_n=np.full(3, 21, np.int32))).top_ids.shape == (3, 21)
+    assert recorder.launched.count("cuGraphLaunch") == 1 and recorder.launched.count("sample") == 1
     assert len(network.page_table) == SLOTS
 
 
@@ -168,15 +175,15 @@ def test_what_is_made_anew_gives_up_what_was_and_close_gives_up_all(network: Net
         tables = be.penalty_tables(SLOTS, vocab)
         table = np.zeros((SLOTS, 2), np.int32)
         return be.decode_rounds(
-            lambda batch: network.model.logits(network.model.forward(batch, network.states)), tables, vocab=vocab,
-            page_table=table, slots=2, context=1024,
+            lambda batch, logits: network.model.logits(network.model.forward(batch, network.states), logits), tables,
+            width=vocab, vocab=vocab, page_table=table, slots=2, context=1024,
         )  # fmt: skip
 
     first = made()
-    assert first.graphs
+    assert first.buckets
     held = len(recorder.allocated) - len(recorder.freed)
     made()
-    assert not first.graphs and len(recorder.allocated) - len(recorder.freed) == held
+    assert not first.buckets and len(recorder.allocated) - len(recorder.freed) == held
     weights = be.random_weights([("embed", (512, 192)), ("layers.0.moe.bias", (6,)), ("final_norm", (192,))])
     assert be.upload(weights.items())["embed"] is weights["embed"]
     be.close()

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels_numba.batch import PAGE_ROWS, Batch, SampleRows
+from kernels_numba.batch import FED_BACK, PAGE_ROWS, Batch, SampleRows
 from kernels_numba.cuda import CudaBackend
-from kernels_numba.cuda.embed import FED_BACK
 from lfm2serve.checkpoint import Checkpoint
 from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
@@ -144,15 +143,16 @@ def test_decode_rounds_in_graphs_equal_eager_ones(network: Network) -> None:
     rng = np.random.default_rng()
     be, vocab = network.backend, network.config.vocab_size
 
-    def forward(batch: Any) -> Any:
-        return network.model.logits(network.model.forward(batch, network.states))
+    def forward(batch: Any, logits: Any = None) -> Any:
+        return network.model.logits(network.model.forward(batch, network.states), logits)
 
     rounds = be.decode_rounds(
-        forward, network.tables, vocab=vocab, page_table=network.page_table, slots=SLOTS, context=PAGES * PAGE_ROWS
-    )
-    assert len(rounds.graphs) > 3
+        forward, network.tables, width=network.model.vocab_rows, vocab=vocab, page_table=network.page_table,
+        slots=SLOTS, context=PAGES * PAGE_ROWS,
+    )  # fmt: skip
+    assert len(rounds.buckets) > 3
     prompts = [rng.integers(0, vocab, n).tolist() for n in (600, 1, 40, 127, 255)]
-    # fed back on the device, several streams at once, penalties counted there
+    # fed back on the device, several streams at once, with penalties
     controls: dict[str, Any] = {
         "temperature": np.array([0, 1, 0.7, 0, 1], np.float32), "top_p": np.array([1, 1, 0.9, 1, 0.5], np.float32),
         "repetition": np.array([1, 1, 1.1, 1.2, 1], np.float32), "top_n": np.array([2, -1, 0, -1, 1], np.int32),
@@ -164,6 +164,13 @@ def test_decode_rounds_in_graphs_equal_eager_ones(network: Network) -> None:
             network.tables.open(slot, prompts[slot])
             network.logits([(slot, 0, prompts[slot][:-1])]) if len(prompts[slot]) > 1 else None
         tokens = [[prompts[slot][-1]] for slot in group]
+        under_way = None
+
+        def take(drawn: list[int]) -> None:
+            for slot, reply, token in zip(group, tokens, drawn, strict=True):
+                reply.append(token)
+                network.tables.record(slot, token)
+
         for step in range(8):
             positions = [len(prompts[slot]) - 1 + step for slot in group]
             given = [FED_BACK if fed_back and step else t[-1] for t in tokens]
@@ -172,16 +179,19 @@ def test_decode_rounds_in_graphs_equal_eager_ones(network: Network) -> None:
                 len(group), group, vocab, prompt_seen=network.tables, output_count=network.tables,
                 position=np.array(positions, np.uint32) + 1, **{k: v[list(group)] for k, v in controls.items()},
             )  # fmt: skip
-            if graphs:
-                assert rounds.fits(batch, rows)
-                certain = np.ones(len(group), np.int32) if fed_back else None
-                drawn = rounds.launch(batch, rows, certain).result().token.tolist()
-            else:
-                drawn = be.sample(forward(batch), rows).token.tolist()
-            for slot, reply, token in zip(group, tokens, drawn, strict=True):
-                reply.append(token)
-                if not fed_back:
-                    network.tables.record(slot, token)
+            if not graphs:
+                take(be.sample(forward(batch), rows).token.tolist())
+                continue
+            assert rounds.fits(batch)
+            begun = rounds.begin(batch)
+            if under_way is not None:  # fed back: this round's network is queued before that one's tokens are known
+                take(under_way.result().token.tolist())
+            rounds.draw(begun, rows)
+            under_way = begun if fed_back else None
+            if not fed_back:
+                take(begun.result().token.tolist())
+        if under_way is not None:
+            take(under_way.result().token.tolist())
         return tokens
 
     every = range(5)

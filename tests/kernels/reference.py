@@ -198,7 +198,8 @@ def kept_weights(logits: NDArray[np.float32], rows: SampleRows, row: int) -> NDA
         z[rows.bias_id[i]] += rows.bias_value[i]
     z[rows.ban_id[rows.ban_start[row] : rows.ban_start[row + 1]]] = -np.inf
     seen = rows.prompt_seen[rows.slot[row], : rows.vocab].astype(bool)
-    counts = rows.output_count[rows.slot[row], : rows.vocab]
+    ahead = rows.ahead_id[rows.ahead_start[row] : rows.ahead_start[row + 1]]  # drafts before this row count as drawn
+    counts = rows.output_count[rows.slot[row], : rows.vocab] + np.bincount(ahead, minlength=rows.vocab)
     z = np.where(seen | (counts > 0), np.where(z > 0, z / rows.repetition[row], z * rows.repetition[row]), z)
     z = z - rows.presence[row] * (counts > 0) - rows.frequency[row] * counts
     order = np.argsort(-z, kind="stable")

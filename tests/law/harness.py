@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from kernels_numba.batch import Batch, SampleResult, SampleRows
+from kernels_numba.batch import FED_BACK, Batch, SampleResult, SampleRows
 from kernels_numba.cpu import CpuBackend
 from lfm2serve.checkpoint import Checkpoint
 from lfm2serve.engine import Engine
@@ -41,6 +41,8 @@ class RecordingBackend(CpuBackend):
         self.bits: dict[tuple[int, int, int], str] = {}
         self.copies = 0
         self.failing: frozenset[int] = frozenset()  # calls of `copy` that raise, from 1
+        self.queued = False
+        self.rounds: QueuedRounds | None = None
 
     def copy(self, target: Array, source: Array, plan: Sequence[tuple[int, int, int]]) -> None:  # type: ignore[override]
         self.copies += 1
@@ -54,10 +56,70 @@ class RecordingBackend(CpuBackend):
             self.bits[key] = hashlib.blake2b(np.ascontiguousarray(logits[i]).tobytes(), digest_size=8).hexdigest()
         return super().sample(logits, rows)
 
+    def decode_rounds(  # type: ignore[override]
+        self, forward: Callable[[Batch, Array], Array], tables: object, *, width: int, slots: int, **_: object
+    ) -> QueuedRounds | None:
+        self.rounds = QueuedRounds(self, forward, slots, width) if self.queued else None
+        return self.rounds
+
     def give(self, request: Request, result: Result) -> None:
         """Hand a result the hashes of the rows that its tokens were drawn from."""
         drawn = range(len(request.prompt), len(request.prompt) + len(result.tokens))
         result.bits = {pos: bits for (seed, _, pos), bits in self.bits.items() if seed == request.seed and pos in drawn}
+
+
+class QueuedRounds:
+    """Decode rounds as a GPU's: the network runs when it is begun, in order, and takes tokens that the round before
+    drew from there. `began` counts those whose tokens the host didn't know."""
+
+    def __init__(self, backend: RecordingBackend, forward: Callable[[Batch, Array], Array], slots: int, width: int):
+        self.drawn = np.full(slots, -1, np.int32)
+        self.began = 0
+        self.failing: frozenset[int] = frozenset()  # results that can't be taken, from 1
+        self._backend, self._forward = backend, forward
+        self._logits = np.empty((64, width), np.float32)
+        self._undrawn: Queued | None = None
+        self._taken = 0
+
+    def fits(self, batch: Batch) -> bool:
+        return len(batch.tokens) <= len(self._logits)
+
+    def begin(self, batch: Batch) -> Queued:
+        assert self._undrawn is None, "rounds are drawn in the order in which they begin"
+        fed_back = batch.tokens == FED_BACK
+        self.began += bool(fed_back.any())
+        tokens = np.where(fed_back, self.drawn[batch.seg_slot[batch.row_segment]], batch.tokens).astype(np.int32)
+        assert (tokens >= 0).all(), "nothing was drawn for the slot"
+        self._forward(batch._replace(tokens=tokens), self._logits[: len(tokens)])
+        self._undrawn = Queued(self, len(tokens))
+        return self._undrawn
+
+    def draw(self, begun: Queued, rows: SampleRows) -> None:
+        assert begun is self._undrawn
+        self._undrawn = None
+        ended = rows.slot < 0
+        rows = rows._replace(seed=np.where(ended, np.uint64(2**64 - 1), rows.seed), slot=np.where(ended, 0, rows.slot))
+        begun.drawn = self._backend.sample(self._logits[: begun.count], rows)
+        self.drawn[rows.slot[~ended]] = begun.drawn.token[~ended]
+
+    def taken(self) -> None:
+        self._taken += 1
+        if self._taken in self.failing:
+            self._undrawn = None
+            raise RuntimeError("injected fault of a round")
+
+
+@dataclass
+class Queued:
+    rounds: QueuedRounds
+    count: int
+    drawn: SampleResult | None = None
+    network_done: bool = True
+
+    def result(self) -> SampleResult:
+        self.rounds.taken()
+        assert self.drawn is not None
+        return self.drawn
 
 
 class FaultyModel(Model):
@@ -136,6 +198,7 @@ class Way:
     snapshot_bytes: int = 2 << 20  # of a snapshot page
     drafts: bool = True
     warm_pass: bool = True
+    queued: bool = False  # decode rounds are queued one behind the other, as on a GPU
 
 
 @lru_cache(maxsize=4)
@@ -160,6 +223,7 @@ def engine_for(
 def _engine_for(path: Path, way: Way, poison: frozenset[int], ends: bool) -> Iterator[tuple[Engine, RecordingBackend]]:
     checkpoint, tensors = _tensors(path)
     backend = RecordingBackend(way.dtype, way.threads)
+    backend.queued = way.queued
     rows = CONTEXT + SLACK_ROWS
     model = FaultyModel(checkpoint.config, tensors, backend, max_rows=rows)
     model.poison = poison
@@ -193,7 +257,7 @@ def poison_states(states: StreamStates) -> None:
     """Fill what no stream has written yet with NaN: a read of it would show in every later bit."""
     for array in (states.ring, states.taps, *(a for a in vars_of(states.kv) if isinstance(a, np.ndarray))):
         array[...] = np.nan if array.dtype == np.float32 else 0x7FC0
-    states._arena.view(np.uint16)[...] = 0x7FC0
+    states._snapshots.view(np.uint16)[...] = 0x7FC0
 
 
 def _open_poisoned(states: StreamStates, open_: Callable[[int, Lease], None], slot: int, lease: Lease) -> None:

@@ -23,6 +23,7 @@ WAYS = st.builds(
     kv=st.sampled_from(["paged", "fixed"]),
     shuffle=st.one_of(st.none(), st.integers(0, 9)),
     drafts=st.booleans(),
+    queued=st.booleans(),
 )
 few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -73,10 +74,11 @@ def test_a_resumed_chat_is_the_fresh_one(
                 ends = len(request.prompt) + len(result.tokens) - 1  # the last token's row never ran
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_eight_chats_of_four_turns_hit_at_every_later_turn(tiny: Path, drafts: bool) -> None:
+@pytest.mark.parametrize(("drafts", "queued"), [(False, False), (True, False), (False, True), (True, True)])
+def test_eight_chats_of_four_turns_hit_at_every_later_turn(tiny: Path, drafts: bool, queued: bool) -> None:
     chats = [Chat(prompt(10 + 7 * n, n)) for n in range(8)]
-    with engine_for(tiny, replace(KEEPING, slots=3, drafts=drafts, shuffle=3, prompt_chunk=70)) as (engine, backend):
+    way = replace(KEEPING, slots=3, drafts=drafts, shuffle=3, prompt_chunk=70, queued=queued)
+    with engine_for(tiny, way) as (engine, backend):
         for turn in range(4):
             asked = [
                 chat.ask(prompt(3 + 4 * n, turn), seed=10 * turn + n, temperature=0.8 * (n % 2), max_tokens=14)

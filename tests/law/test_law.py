@@ -24,6 +24,7 @@ WAYS = st.builds(
     kv=st.sampled_from(["paged", "fixed"]),
     shuffle=st.one_of(st.none(), st.integers(0, 9)),
     threads=st.sampled_from([None, 1, 2]),
+    queued=st.booleans(),
 )
 law = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -63,6 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         snapshot_pages=st.sampled_from([0, 12, 40, 200]),
         drafts=st.booleans(),
         warm_pass=st.booleans(),
+        queued=st.booleans(),
     )
     def build(self, path: Path, kv: str, pages: int | None, **how: object) -> None:
         self.path = path

@@ -17,7 +17,7 @@ from lfm2serve.devices import find_device
 from lfm2serve.errors import EngineDead, Lfm2Error
 from lfm2serve.memory.pages import Census
 from lfm2serve.memory.plan import make_plan
-from lfm2serve.memory.prompt_cache import CacheCounters
+from lfm2serve.memory.prompt_cache import CacheCounters, Mark
 from lfm2serve.options import EngineOptions
 from lfm2serve.runtime import Runtime
 from lfm2serve.sampling import SamplingParams
@@ -45,6 +45,7 @@ class FakeEngine:
         self.vocab = vocab
         self.eos = eos
         self.fault: str | None = None
+        self.turn_started: float | None = None
         self.alive = True
         self.script: Script = lambda prompt, params, choice: iter(())
         self.refuse_after: int | None = None  # submits that still work
@@ -143,6 +144,9 @@ class FakeEngine:
         cache = CacheStats(0, 0, 0, 0, 0.0, CacheCounters())
         return EngineStats(0, 0, census.leased, 0, census, cache, EngineCounters())
 
+    def kept_states(self) -> list[tuple[Mark, int, int]]:
+        return [(Mark.HISTORY, 100, 2)]
+
     def drain(self, timeout: float | None = None) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: not self._streams, timeout)
@@ -154,6 +158,7 @@ class FakeEngine:
         """As new, between tests."""
         self.script = lambda prompt, params, choice: iter(())
         self.refuse_after, self.fault, self.alive, self.top_logprob = None, None, True, -0.5
+        self.turn_started = None
         self.submitted.clear()
         self.cancels.clear()
         self.told.clear()

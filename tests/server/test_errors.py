@@ -9,9 +9,9 @@ import httpx
 import openai
 import pytest
 
-from lfm2serve.server import app as app_module
+from lfm2serve.server.options import ServerOptions
 
-from .conftest import Live
+from .conftest import Live, serving
 
 USER = [{"role": "user", "content": "Hi"}]
 CHAT = {"messages": USER, "max_tokens": 2}
@@ -61,15 +61,14 @@ def test_unknown_paths_and_methods(real: Live) -> None:
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_bodies_over_the_limit(real: Live, monkeypatch: pytest.MonkeyPatch, declared: bool) -> None:
-    monkeypatch.setattr(app_module, "MAX_BODY", 10_000)
+def test_bodies_over_the_limit(real: Live, declared: bool) -> None:
     body = json.dumps(TEXT | {"user": "x" * 10_000}).encode()
     content: Any = body if declared else iter([body[:6000], body[6000:]])
-    error = problem(
-        real.http.post("/v1/completions", content=content, headers={"content-type": "application/json"}), 413
-    )
-    assert "10000" in error["message"]
-    assert real.post("/v1/completions", **TEXT).status_code == 200
+    with serving(real.runtime, options=ServerOptions(max_body_mib=10_000 / 2**20)) as small:
+        headers = {"content-type": "application/json"}
+        error = problem(small.http.post("/v1/completions", content=content, headers=headers), 413)
+        assert "10000" in error["message"]
+        assert small.post("/v1/completions", **TEXT).status_code == 200
 
 
 SHARED_MISTAKES = {
