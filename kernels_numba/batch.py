@@ -77,6 +77,10 @@ class SampleRows(NamedTuple):
     """[n + 1], row i's draft tokens before it are entries ahead_start[i]:ahead_start[i + 1]; penalties take them as
     drawn"""
     ahead_id: NDArray[np.int32]
+    mask_row: NDArray[np.int32]
+    """[n], the row of `mask` that says which tokens may be drawn; -1: all"""
+    mask: NDArray[np.uint32]
+    """[m, words], bit i % 32 of word i // 32 is 1 where token i may be drawn; words cover `vocab`"""
     vocab: int
     """ids from here on are never drawn and take no part in log-probabilities"""
     top_n: NDArray[np.int32]

@@ -11,14 +11,30 @@ from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.engine import Engine
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.memory.marks import chat_marks
+from lfm2serve.reply import ReplyBuilder
 
 log = logging.getLogger("lfm2serve.cache")
+
+
+def message_of(reply: ReplyBuilder) -> dict[str, Any]:
+    """A finished reply as the assistant message that its client gets, and sends back."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["content"] = reply.text or None
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.tool_calls
+        ]
+    return message
 
 
 class Conversation:
     """Messages as they were sent.
 
-    token_ids: the prompt. marks: where its states are kept (none with keeps False, which spares the rendering too).
+    token_ids: the prompt. opens_thought: it ends inside a thought, where the reply goes on. marks: where its states
+    are kept (none with keeps False, which spares the rendering too).
     After each of its replies one of `answered` and `abandoned` is due; both may be called from any thread.
     """
 
@@ -42,6 +58,7 @@ class Conversation:
         how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self._how}
         prompt = template.prompt(messages, **how) if keeps else ChatPrompt(template.encode(messages, **how))
         self.token_ids = prompt.ids
+        self.opens_thought = add_generation_prompt and template.opens_thought(prompt.ids)
         self.marks = chat_marks(prompt)
 
     def answered(self, stream_id: int, message: Mapping[str, Any]) -> None:

@@ -78,7 +78,7 @@ class Description:
         if self.plan is None:
             lines.append(f"  doesn't fit: {self.refused}")
         else:
-            lines += [f"  {what:<13} {human_bytes(size):>9}  {remark}" for what, size, remark in self.plan.table()]
+            lines += [f"  {line}" for line in str(self.plan).splitlines()]
         return "\n".join(lines)
 
 

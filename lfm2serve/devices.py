@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 
@@ -10,13 +11,15 @@ from lfm2serve.config import ModelConfig
 from lfm2serve.errors import DeviceError
 from lfm2serve.options import EngineOptions
 
+log = logging.getLogger("lfm2serve.devices")
+
 GIB = 1 << 30
 CPU_STATES_BYTES = 2 * GIB  # pages and kept states together, unless a limit is set
 GPU_RESERVE_BYTES = GIB  # unless set: for whoever else needs a little
 GPU_KERNEL_BYTES = 128 << 20  # loaded kernels, their stacks, what the driver takes for itself
 GRAPH_BYTES = 8 << 20  # of a decode round's size
 CPU_CHUNK = 512  # rows of a prompt step: past that a product gains nothing
-GPU_CHUNK = 8192
+GPU_CHUNK = 16384  # past 10,000 rows a step reads all experts for enough rows each
 LOGIT_ROWS = 64
 ATTENTION_RANGE = 128
 
@@ -37,12 +40,20 @@ class Target:
 
 
 def find_device(options: EngineOptions) -> Target:
-    """The device that `options` ask for; "auto" is the CPU in this version.
+    """The device that `options` ask for; "auto" is the GPU where one can be used, and the log says why one can't.
 
     DeviceError: no driver, no such GPU, one below compute capability 8.0, or one that kernels can't be compiled for.
     """
     if options.device == "cuda":
         return _find_gpu(options)
+    if options.device == "auto" and options.dtype != "float32":
+        from kernels_numba.cuda.driver import device_count
+
+        try:
+            if device_count():
+                return _find_gpu(options)
+        except DeviceError as error:
+            log.warning("running on the CPU: %s", error)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Target("cpu", "CPU", memory, CPU_STATES_BYTES, CPU_CHUNK)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Sized
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kernels_numba.batch import SampleRows
 from lfm2serve.backend import Backend
@@ -29,6 +30,7 @@ class DrawTable:
         self._seed = np.zeros(slots, np.uint64)
         self._choice = np.zeros(slots, np.uint32)
         self._top_n = np.full(slots, -1, np.int32)
+        self._no_masks = np.zeros((0, -(-vocab_rows // 32)), np.uint32)
 
     def open(self, stream: Stream) -> None:
         """Take a slot for a stream; whatever its last owner left is gone."""
@@ -56,6 +58,8 @@ class DrawTable:
         bias = [stream.params.logit_bias or {} for stream, _ in draws]
         bans = [stream.bans(len(ahead)) for stream, ahead in draws]
         prompt_seen, output_count = self.tables.views
+        masks = [None if s.constraint is None else s.constraint.mask(ahead) for s, ahead in draws]
+        mask_row, mask = self._masks(masks)
         penalised = [ahead if stream.params.penalised else () for stream, ahead in draws]
         return SampleRows(
             temperature=self._temperature[slots],
@@ -78,9 +82,20 @@ class DrawTable:
             ban_id=np.array([token for row in bans for token in row], np.int32),
             ahead_start=_starts(penalised),
             ahead_id=np.array([token for row in penalised for token in row], np.int32),
+            mask_row=mask_row,
+            mask=mask,
             vocab=self.vocab,
             top_n=self._top_n[slots],
         )
+
+    def _masks(self, masks: Sequence[NDArray[np.uint32] | None]) -> tuple[NDArray[np.int32], NDArray[np.uint32]]:
+        """The rows of `mask` that the draws read, and those rows."""
+        rows = np.full(len(masks), -1, np.int32)
+        given = [mask for mask in masks if mask is not None]
+        if not given:
+            return rows, self._no_masks
+        rows[[mask is not None for mask in masks]] = np.arange(len(given))
+        return rows, np.stack(given)
 
 
 def _starts(rows: Sequence[Sized]) -> np.ndarray:

@@ -19,7 +19,7 @@ from functools import partial
 from lfm2serve.counters import CacheStats, EngineCounters, EngineStats
 from lfm2serve.drafting import RoundCosts
 from lfm2serve.draws import DrawTable
-from lfm2serve.errors import ContextLengthExceeded, EngineDead, InvalidRequest, Lfm2Error, RequestTooLarge
+from lfm2serve.errors import ArenaMemory, ContextLengthExceeded, EngineDead, InvalidRequest, Lfm2Error, RequestTooLarge
 from lfm2serve.keeping import Keeper
 from lfm2serve.memory.marks import raw_marks
 from lfm2serve.memory.pages import SLACK_ROWS, Census, PagePool
@@ -30,6 +30,7 @@ from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import Chunk, Scheduler
 from lfm2serve.steps import Begun, Drawn, StepRunner
 from lfm2serve.stream import Sink, Stream, StreamEvent, TokenLogprobs
+from lfm2serve.structured import Constraint
 
 log = logging.getLogger("lfm2serve.engine")
 
@@ -65,13 +66,15 @@ class Engine:
         self.vocab = vocab
         self.fault: str | None = None
         self.turn_started: float | None = None  # time.monotonic() of the turn that runs now, for who watches
+        self.arena = states.arena
         self._states = states
         self._pool = pool
         self._eos = frozenset(eos_token_ids)
         self._default_max_tokens = default_max_tokens
         self._scheduler = Scheduler(
-            pool, slots, prompt_chunk=prompt_chunk, largest_chunk=largest_chunk, max_gap_s=max_gap_ms / 1e3
-        )
+            pool, states.arena, slots,
+            prompt_chunk=prompt_chunk, largest_chunk=largest_chunk, max_gap_s=max_gap_ms / 1e3,
+        )  # fmt: skip
         self._draws = DrawTable(model.backend, slots, model.vocab_rows, vocab)
         self._steps = StepRunner(model, states, self._draws)
         self._keeper = Keeper(PromptCache(states.snapshot_pages, states.shape.state_bytes), states)
@@ -110,9 +113,11 @@ class Engine:
         marks: Sequence[tuple[int, Mark]] | None = None,
         prompt_cache: bool = True,
         draft: bool = True,
+        constraint: Constraint | None = None,
     ) -> int:
         """Queue one reply; its events go to `sink` on the engine's thread. Returns the stream's id.
 
+        constraint: which tokens may be drawn; the stream's own, used on the engine's thread only.
         marks: where a chat's prompt is worth keeping; after its reply the caller says `returned` or `forget`. None: a
         raw prompt, kept a token before its end. prompt_cache False: neither resumes nor keeps. InvalidRequest: a bad
         token id or an empty prompt. ContextLengthExceeded: longer than the context. RequestTooLarge: needs more pages
@@ -129,6 +134,7 @@ class Engine:
                 keeps=prompt_cache and self._states.snapshot_pages > 0,
                 chat=marks is not None,
                 drafts=draft and self._drafts,
+                constraint=constraint,
             )  # fmt: skip
             self._open += 1
             self._commands.put(partial(self._arrive, stream))
@@ -205,6 +211,7 @@ class Engine:
             self._closing = True
         self._commands.put(None)
         self._thread.join()
+        self.arena.close()
         for name in ("_steps", "_states"):
             self.__dict__.pop(name, None)
         self._keeper.close()
@@ -315,11 +322,15 @@ class Engine:
     def _admit(self) -> None:
         """Give leases and slots to those who can have them; what is in their way and only prepares, gives way."""
         scheduler = self._scheduler
-        admitted = scheduler.admit()
+        admitted = self._seated()
         if scheduler.waiting and scheduler.warming is not None:
             self._finish(scheduler.warming, "abort")
-            admitted += scheduler.admit()
-        warming = scheduler.admit_background()
+            admitted += self._seated()
+        try:
+            warming = scheduler.admit_background()
+        except ArenaMemory:
+            warming = None
+            self._finish(scheduler.background[0], "abort")
         for stream in [*admitted, *([warming] if warming else [])]:
             assert stream.lease is not None
             self._states.open(stream.slot, stream.lease)
@@ -327,6 +338,16 @@ class Engine:
             self._keeper.admit(stream)
         if warming and not warming.planned:  # its state is there already, or there is no room for it
             self._finish(warming, "abort")
+
+    def _seated(self) -> list[Stream]:
+        """Who has a lease and a slot now; the first in line fails where the device has no memory for it."""
+        scheduler = self._scheduler
+        try:
+            return scheduler.admit()
+        except ArenaMemory as error:
+            stream = scheduler.waiting[0]
+            self._finish(stream, "error", stream.event(error=error))
+            return []
 
     def _turn(self) -> None:
         with self._book:

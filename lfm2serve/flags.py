@@ -42,17 +42,19 @@ class SamplingFlags:
 
 
 HELP = {
-    "device": "auto (the CPU in this version), cpu or cuda.",
+    "device": "auto (the GPU where there is one that can be used), cpu or cuda.",
     "gpu": "Which GPU, counted from 0.",
     "dtype": "Of activations and K/V: auto (bfloat16), bfloat16 or float32.",
     "context": "Longest prompt + reply, in tokens.",
     "max_streams": "Replies that run at once; more wait in line.",
-    "kv": "K/V memory: paged, or fixed (one range a stream).",
+    "kv": "K/V memory: paged (given as streams reach it), eager (all at load), or fixed (one range a stream).",
     "kv_pages": "Pages of 512 positions in the pool.",
+    "kv_gib": "Size of the pool, instead of --kv-pages.",
     "prompt_chunk": "Force the rows of a prompt step.",
     "max_gap_ms": "How long running replies may wait for a prompt step.",
     "default_max_tokens": "Reply limit where a request names none.",
     "memory_limit_gib": "For weights, scratch, pages and kept states together.",
+    "reserve_gib": "Of the device's memory, left free for others.",
     "prompt_cache_gib": "For kept states, inside the limit; 0 keeps none.",
     "warm_pass": "Prepare the next turn's state where the reply comes back as other tokens.",
     "drafts": "Draft by lookup in a reply's own tokens; changes the speed, never the reply.",
@@ -68,8 +70,10 @@ HELP = {
 UNSET = {  # what a flag without a value in its dataclass means, for --help
     "context": "what the model and the pages allow",
     "kv_pages": "from the memory plan",
+    "kv_gib": "from the memory plan",
     "prompt_chunk": "chosen by --max-gap-ms",
     "memory_limit_gib": "on a CPU weights + 2 GiB, on a GPU what is free",
+    "reserve_gib": "1 on a GPU, 0 on a CPU",
     "prompt_cache_gib": "from the memory plan",
     "threads": "all cores",
     "seed": "drawn anew",

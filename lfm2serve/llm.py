@@ -11,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from lfm2serve.chat.reply_parts import Reading
 from lfm2serve.chat.tokenizer import Tokenizer
+from lfm2serve.chat.tool_choice import ToolUse, tool_use
 from lfm2serve.conversation import Conversation
 from lfm2serve.counters import CacheStats
 from lfm2serve.engine import Engine
@@ -29,6 +31,7 @@ Message = Mapping[str, Any]
 Messages = Sequence[Message]
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Tools = Sequence[dict[str, Any]] | None
+ToolChoice = str | Mapping[str, Any] | None
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 VLLM_NAMES = {"max_model_len": "context", "max_num_seqs": "max_streams"}
@@ -105,17 +108,20 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         tools: Tools = None,
+        tool_choice: ToolChoice = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         prompt_cache: bool = True,
         draft: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or many, through the checkpoint's chat template.
 
-        Results, parameters and errors as in `generate`. chat_template_kwargs: variables for the template.
+        Results, parameters and errors as in `generate`; a reply's thought and tool calls stand beside its text. tools,
+        tool_choice: as in OpenAI's API. chat_template_kwargs: variables for the template.
         """
         runtime = self._open_runtime()
+        use = tool_use(tools, tool_choice)
         encoded = [
-            _encode_chat(runtime, conversation, tools, add_generation_prompt, chat_template_kwargs, prompt_cache)
+            _encode_chat(runtime, conversation, use, add_generation_prompt, chat_template_kwargs, prompt_cache)
             for conversation in _conversation_list(messages)
         ]
         return self._run(encoded, sampling_params, use_tqdm, prompt_cache, draft)
@@ -126,6 +132,7 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         tools: Tools = None,
+        tool_choice: ToolChoice = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         prompt_cache: bool = True,
         draft: bool = True,
@@ -141,7 +148,8 @@ class LLM:
         if params.n != 1:
             raise InvalidRequest(f"n={params.n}: a stream gives one reply", param="n")
         if _is_conversation(prompt):
-            encoded = _encode_chat(runtime, prompt, tools, True, chat_template_kwargs, prompt_cache)
+            use = tool_use(tools, tool_choice)
+            encoded = _encode_chat(runtime, prompt, use, True, chat_template_kwargs, prompt_cache)
         else:
             encoded = _encode_prompt(runtime, prompt)
         return ReplyStream(runtime, self._request(encoded, params, prompt_cache, draft))
@@ -211,6 +219,7 @@ class LLM:
             params=params,
             seed=new_seed() if params.seed is None else params.seed,
             conversation=prompt.conversation,
+            reading=prompt.reading,
             prompt_cache=prompt_cache,
             draft=draft,
         )
@@ -234,7 +243,8 @@ class LLM:
 
 
 class ReplyStream:
-    """An iterator over one running reply; each item is a ReplyDelta (text, token_ids, logprobs, finish_reason).
+    """An iterator over one running reply; each item is a ReplyDelta (text, reasoning, tool_calls, token_ids, logprobs,
+    finish_reason).
 
     `output` is the whole reply so far. `close()` (or leaving a `with` block) cancels what is left and waits until its
     memory is back; dropping the object cancels too.
@@ -251,7 +261,7 @@ class ReplyStream:
     def __next__(self) -> ReplyDelta:
         while not self._replies.ended:
             _, delta = self._replies.next()
-            if delta.text or delta.token_ids or delta.finish_reason is not None:
+            if delta.text or delta.reasoning or delta.tool_calls or delta.token_ids or delta.finish_reason is not None:
                 return delta
         raise StopIteration
 
@@ -301,11 +311,13 @@ class PromptCacheView:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A prompt: its text (None where ids were given), its ids, and the conversation that it is of, if any."""
+    """A prompt: its text (None where ids were given), its ids, and the conversation that it is of, if any, with how its
+    replies are read."""
 
     text: str | None
     token_ids: list[int]
     conversation: Conversation | None = None
+    reading: Reading | None = None
 
 
 def _is_list(value: object) -> bool:
@@ -363,7 +375,7 @@ def _conversation_list(messages: Any) -> Sequence[Any]:
 def _encode_chat(
     runtime: Runtime,
     messages: Any,
-    tools: Tools,
+    use: ToolUse,
     add_generation_prompt: bool,
     switches: Mapping[str, Any] | None,
     prompt_cache: bool,
@@ -371,12 +383,13 @@ def _encode_chat(
     conversation = runtime.conversation(
         list(messages),
         prompt_cache=prompt_cache,
-        tools=tools,
+        tools=use.offered,
         add_generation_prompt=add_generation_prompt,
         switches=switches,
     )
     ids = conversation.token_ids
-    return _Encoded(runtime.tokenizer.decode(ids, skip_special_tokens=False), ids, conversation)
+    reading = Reading(use.offered, use.parallel, conversation.opens_thought)
+    return _Encoded(runtime.tokenizer.decode(ids, skip_special_tokens=False), ids, conversation, reading)
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

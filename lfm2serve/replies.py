@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
-from lfm2serve.conversation import Conversation
+from lfm2serve.chat.reply_parts import Reading
+from lfm2serve.conversation import Conversation, message_of
 from lfm2serve.errors import EngineDead
 from lfm2serve.outputs import RequestMetrics, RequestOutput
 from lfm2serve.reply import ReplyBuilder, ReplyDelta
@@ -33,8 +34,10 @@ class Choice:
 
 @dataclass(slots=True)
 class Request:
-    """One prompt of a call, and the conversation that it is of, if any. Its choices share the seed and differ by their
-    index. prompt_cache and draft may switch these off."""
+    """One prompt of a call, and the conversation that it is of, if any, with how its replies are read.
+
+    Its choices share the seed and differ by their index. prompt_cache and draft may switch these off.
+    """
 
     request_id: str
     prompt: str | None
@@ -42,6 +45,7 @@ class Request:
     params: SamplingParams
     seed: int
     conversation: Conversation | None = None
+    reading: Reading | None = None
     prompt_cache: bool = True
     draft: bool = True
     choices: list[Choice] = field(default_factory=list)
@@ -74,7 +78,7 @@ class Replies:
         self._queue: SimpleQueue[tuple[Request, Choice, StreamEvent]] = SimpleQueue()
         for request in self._requests:
             request.choices = [
-                Choice(ReplyBuilder(runtime.tokenizer, request.params, request.prompt_token_ids))
+                Choice(ReplyBuilder(runtime.tokenizer, request.params, request.prompt_token_ids, request.reading))
                 for _ in range(request.params.n)
             ]
             request.unread = request.params.n
@@ -130,9 +134,9 @@ class Replies:
         delta = choice.builder.feed(event)
         if choice.builder.finish_reason is not None and not choice.ended and not choice.cancelled:
             self._cancel(choice)  # a stop string: the engine doesn't know of it
-        if delta.finish_reason in ("stop", "length") and request.conversation is not None:
+        if delta.finish_reason in ("stop", "tool_calls", "length") and request.conversation is not None:
             assert choice.stream_id is not None
-            request.conversation.answered(choice.stream_id, {"role": "assistant", "content": choice.builder.text})
+            request.conversation.answered(choice.stream_id, message_of(choice.builder))
             choice.returned = True
         return request, delta
 

@@ -46,6 +46,11 @@ class Runtime:
     engine: Engine
     backend: Backend
 
+    @property
+    def memory(self) -> MemoryPlan:
+        """Where the memory is now: the plan, with the page pool as it is mapped."""
+        return self.plan.with_mapped(self.engine.arena.stats().mapped)
+
     def default_params(self, **overrides: Any) -> SamplingParams:
         """SamplingParams with generation_config.json's values where `overrides` has none."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -134,25 +139,24 @@ def load_runtime(
             f"{model}: tokenizer.json has {tokenizer.size} entries, config.json's vocab_size is {config.vocab_size}"
         )
     plan = make_plan(config, options, source.weight_bytes, target)
-    for purpose, size, remark in plan.table():
-        log.info("%-12s %10.1f MiB  %s", purpose, size / 2**20, remark)
+    for line in str(plan).splitlines():
+        log.info("%s", line)
     backend = open_backend(target, options, plan.scratch)
     try:
         started = time.monotonic()
         rows = plan.context + SLACK_ROWS
         network = Model(config, source.weights(backend, progress), backend, max_rows=rows)
         log.info("%d weights in place after %.1f s", source.tensors, time.monotonic() - started)
+        states = StreamStates(
+            config, backend, slots=plan.slots, pages=plan.pages, max_rows=rows, snapshot_pages=plan.snapshot_pages,
+            lazy=options.kv != "eager",
+        )  # fmt: skip
+        pool = PagePool(plan.pages, plan.range_pages)
+        states.arena.ahead(pool.upcoming(), plan.first_pieces)
         engine = Engine(
             network,
-            StreamStates(
-                config,
-                backend,
-                slots=plan.slots,
-                pages=plan.pages,
-                max_rows=rows,
-                snapshot_pages=plan.snapshot_pages,
-            ),
-            PagePool(plan.pages, plan.range_pages),
+            states,
+            pool,
             slots=plan.slots,
             context=plan.context,
             vocab=tokenizer.size,

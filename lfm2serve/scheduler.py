@@ -7,9 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lfm2serve.errors import ArenaMemory
+from lfm2serve.memory.arena import Arena
 from lfm2serve.memory.pages import SLACK_ROWS, PagePool
 from lfm2serve.stream import Stream
 
+EVEN_ROWS = 64  # a product's tiles
 MIN_ROWS = 8  # a prompt step is never smaller, however short the gap that is asked for
 
 
@@ -58,12 +61,17 @@ def _blend(old: float, new: float) -> float:
 class Scheduler:
     """The queue, the slots and the streams in flight. Decides; runs nothing.
 
-    waiting: no lease yet, in order of arrival. filling: rows of the prompt left, oldest first. running: decoding.
-    background: passes that prepare states, run one at a time (`warming`) while nothing else is there.
+    waiting: no slot yet, in order of arrival; the first may have a lease whose pages are given memory. filling: rows of
+    the prompt left, oldest first. running: decoding. background: passes that prepare states, run one at a time
+    (`warming`) while nothing else is there.
     """
 
-    def __init__(self, pool: PagePool, slots: int, *, prompt_chunk: int | None, largest_chunk: int, max_gap_s: float):
+    def __init__(
+        self, pool: PagePool, arena: Arena, slots: int, *, prompt_chunk: int | None, largest_chunk: int,
+        max_gap_s: float,
+    ) -> None:  # fmt: skip
         self.pool = pool
+        self.arena = arena
         self.waiting: deque[Stream] = deque()
         self.filling: list[Stream] = []
         self.running: list[Stream] = []
@@ -73,6 +81,7 @@ class Scheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._prompt_chunk = prompt_chunk
         self._largest = largest_chunk
+        self._short = False  # the device has no memory for the next lease, until something ends
 
     @property
     def idle(self) -> bool:
@@ -89,7 +98,10 @@ class Scheduler:
         return bool(self.waiting or self.filling or self.running)
 
     def admit(self) -> list[Stream]:
-        """Lease pages and a slot to the streams at the head of the queue that fit now."""
+        """Lease pages and a slot to the streams at the head of the queue that fit now.
+
+        ArenaMemory: the device has no memory for the first one's pages, and nobody runs who could make room.
+        """
         admitted = []
         while self.waiting and self._free_slots:
             stream = self.waiting[0]
@@ -101,17 +113,30 @@ class Scheduler:
         return admitted
 
     def admit_background(self) -> Stream | None:
-        """Start the oldest background pass, if nobody else is there and none runs."""
+        """Start the oldest background pass, if nobody else is there and none runs. ArenaMemory as in `admit`."""
         if self.foreground or self.warming or not self.background or not self._seat(self.background[0]):
             return None
         self.warming = self.background.popleft()
         return self.warming
 
     def _seat(self, stream: Stream) -> bool:
-        lease = self.pool.ask(stream.id, stream.prompt_len + stream.max_tokens + SLACK_ROWS)
-        if lease is None:
+        beside = bool(self.filling or self.running)
+        if self._short and beside:
             return False
-        stream.lease = lease
+        if stream.lease is None:
+            stream.lease = self.pool.ask(stream.id, stream.prompt_len + stream.max_tokens + SLACK_ROWS)
+        if stream.lease is None:
+            return False
+        try:
+            if not self.arena.ready(stream.lease.pages, alone=not beside):
+                return False
+        except ArenaMemory:
+            self.pool.release(stream.id)
+            stream.lease = None
+            self._short = True
+            if beside:
+                return False
+            raise
         stream.slot = self._free_slots.pop()
         stream.metrics.admitted = time.monotonic()
         return True
@@ -122,10 +147,10 @@ class Scheduler:
             if self.warming is None or self.foreground:
                 return []
             return [Chunk(self.warming, min(self.warming.rows_left, self.pace.rows_beside_decoding()))]
-        budget = self._prompt_chunk or (self.pace.rows_beside_decoding() if self.running else self._largest)
         first = self.filling[0]
         if first.alone:
-            return [Chunk(first, min(first.rows_left, budget))]
+            return [Chunk(first, min(first.rows_left, self._budget([first])))]
+        budget = self._budget(self.filling)
         chunks = []
         for stream in self.filling:
             rows = min(stream.rows_left, budget)
@@ -134,6 +159,15 @@ class Scheduler:
             chunks.append(Chunk(stream, rows))
             budget -= rows
         return chunks
+
+    def _budget(self, streams: Sequence[Stream]) -> int:
+        """Rows of the next prompt step: as few steps as the largest size allows, of even sizes."""
+        if self._prompt_chunk:
+            return self._prompt_chunk
+        most = self.pace.rows_beside_decoding() if self.running else self._largest
+        rows = sum(stream.rows_left for stream in streams)
+        even = -(-rows // -(-rows // most))
+        return min(most, -(-even // EVEN_ROWS) * EVEN_ROWS)
 
     def filled(self, stream: Stream) -> None:
         """A stream's prompt rows have all run: it decodes from now on."""
@@ -158,6 +192,8 @@ class Scheduler:
             self.warming = None
         self.pool.release(stream.id)
         stream.lease = None
+        self._short = False
+        self.arena.ahead(self.pool.upcoming())
         if stream.slot >= 0:
             self._free_slots.append(stream.slot)
             stream.slot = -1

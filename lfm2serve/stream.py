@@ -11,6 +11,7 @@ from lfm2serve.errors import Lfm2Error
 from lfm2serve.memory.pages import Lease
 from lfm2serve.memory.prompt_cache import KeptState, Mark
 from lfm2serve.sampling import SamplingParams
+from lfm2serve.structured import Constraint
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,7 @@ class Stream:
         chat: bool = False,
         drafts: bool = False,
         background: bool = False,
+        constraint: Constraint | None = None,
     ) -> None:
         self.id = stream_id
         self.tokens = list(prompt)
@@ -116,6 +118,7 @@ class Stream:
         self.marks = marks
         self.keeps = keeps  # states are kept for later turns
         self.chat = chat  # its reply comes back as the chat template renders it
+        self.constraint = constraint
         self.background = background  # prepares a state; draws nothing
         self.drafter = Drafter() if drafts else None
         self.planned: dict[int, KeptState] = {}  # states to keep on the way, by position
@@ -145,6 +148,8 @@ class Stream:
     def append(self, token: int) -> None:
         """Take a drawn token and settle whether it ends the reply."""
         self.tokens.append(token)
+        if self.constraint is not None:
+            self.constraint.accept(token)
         count = self.metrics.output_tokens = self.output_len
         if self.metrics.first_token is None:
             self.metrics.first_token = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lfm2serve.memory.arena import Arena
 from lfm2serve.memory.pages import PagePool
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import MIN_ROWS, Pace, Scheduler
@@ -20,7 +21,9 @@ def stream(ident: int, length: int, max_tokens: int = 10) -> Stream:
 
 
 def scheduler(pages: int = 100, slots: int = 4, prompt_chunk: int | None = None) -> Scheduler:
-    return Scheduler(PagePool(pages), slots, prompt_chunk=prompt_chunk, largest_chunk=512, max_gap_s=GAP)
+    return Scheduler(
+        PagePool(pages), Arena(pages, 1), slots, prompt_chunk=prompt_chunk, largest_chunk=512, max_gap_s=GAP
+    )
 
 
 def test_admission_is_in_order_and_bounded_by_slots() -> None:

@@ -139,6 +139,10 @@ class CpuBackend:
         """An array's memory, for `copy`."""
         return array.reshape(-1).view(np.uint8)
 
+    def read(self, array: NDArray[Any]) -> NDArray[Any]:
+        """An array on the host: itself."""
+        return array
+
     def upload(self, tensors: Iterable[tuple[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
         """A checkpoint's weights as the operations take them: as they are."""
         return dict(tensors)
@@ -421,7 +425,7 @@ class CpuBackend:
             )
             lists = (
                 *(rows.bias_start, rows.bias_id, rows.bias_value, rows.ban_start, rows.ban_id),
-                *(rows.ahead_start, rows.ahead_id),
+                *(rows.ahead_start, rows.ahead_id, rows.mask_row, rows.mask),
             )
             tables = (rows.prompt_seen, rows.output_count)
             scratch = (self._space("adjusted", (parts, width)), *self._sampling_space(parts, width))

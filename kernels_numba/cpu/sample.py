@@ -239,7 +239,7 @@ def log_probabilities(logits, bits, p, keys, ids, vocab, token, top_n, top_ids, 
 def sample_part(part, parts, logits, rows, tables, lists, vocab, scratch, result):
     temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice, position, slot, top_n = rows
     prompt_seen, output_count = tables
-    bias_start, bias_id, bias_value, ban_start, ban_id, ahead_start, ahead_id = lists
+    bias_start, bias_id, bias_value, ban_start, ban_id, ahead_start, ahead_id, mask_row, mask = lists
     all_z, all_p, all_keys, all_ids = scratch
     z, p, keys, ids = all_z[part], all_p[part], all_keys[part], all_ids[part]
     bits = z.view(np.uint32)
@@ -254,6 +254,11 @@ def sample_part(part, parts, logits, rows, tables, lists, vocab, scratch, result
         for i in range(ban_start[row], ban_start[row + 1]):
             if 0 <= ban_id[i] < vocab:
                 z[ban_id[i]] = MINUS_INFINITY
+        if mask_row[row] >= 0:
+            allowed = mask[mask_row[row]]
+            for i in range(vocab):
+                if not (allowed[i >> 5] >> np.uint32(i & 31)) & np.uint32(1):
+                    z[i] = MINUS_INFINITY
         if repetition[row] != ONE or presence[row] != ZERO or frequency[row] != ZERO:
             seen, counts = prompt_seen[slot[row]], output_count[slot[row]]
             ahead = ahead_id[ahead_start[row] : ahead_start[row + 1]]
@@ -272,7 +277,7 @@ run_sample = spread(sample_part)
 
 @kernel
 def sample(team, logits, rows, tables, lists, vocab, scratch, result, parts):
-    """logit_bias and bans, penalties, temperature, top_k, top_p, min_p, then one draw a row; see `SampleRows`."""
+    """logit_bias, bans and masks, penalties, temperature, top_k, top_p, min_p, then one draw a row; see `SampleRows`."""
     run_sample(team, parts, (logits, rows, tables, lists, vocab, scratch, result))
 
 

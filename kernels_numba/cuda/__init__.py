@@ -384,9 +384,10 @@ class CudaBackend(DeviceMemory):
         else:
             used = np.where((rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0), rows.slot, -1)
             rows, seen, counts, owners = self._host_tables(rows, used)
-        *controls, owner = self.send(*control_arrays(rows))
+        masks = rows.mask if len(rows.mask) else np.zeros((1, 1), np.uint32)
+        *controls, mask, owner = self.send(*control_arrays(rows), masks)
         block, result = self.result_arrays(count, most)
-        self.draw(logits, rows.vocab, controls, seen, counts, most, result)
+        self.draw(logits, rows.vocab, controls, seen, counts, most, result, mask)
         out = self._download(block, count, most)
         del owner, owners
         return out
@@ -416,13 +417,14 @@ class CudaBackend(DeviceMemory):
         counts: DeviceArray | None,
         most: int,
         result: Sequence[DeviceArray],
+        mask: DeviceArray | None = None,
     ) -> None:
-        """Queue the sampling kernel. controls: as of `control_arrays`."""
+        """Queue the sampling kernel. controls: as of `control_arrays`. mask: needed where a row is masked."""
         head = len(CONTROLS)
         adjusted = self.scratch.take(logits.shape, "f32")
         self.launch(
             _sample.sample, len(logits), _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
-            seen, counts, *controls[head:], most, self._drawn, *result,
+            mask, 0 if mask is None else mask.shape[1], seen, counts, *controls[head:], most, self._drawn, *result,
         )  # fmt: skip
 
     def _download(self, block: Activations, count: int, most: int) -> SampleResult:

@@ -1,7 +1,7 @@
 """One GPU through CUDA's driver: memory, copies, streams, events and launches. Nothing here runs before it is called.
 
-Kernels take raw addresses and numbers, so a launch is one call of the driver with a parameter buffer made beforehand
-(about 2 us of host time, Numba's own dispatch takes 21-28).
+Kernels take raw addresses and numbers, so a launch packs them into memory that the driver reads, and is one call of it
+(Numba's own dispatch takes 21-28 us of host time).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,9 +59,10 @@ def call(function: str, *arguments: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values) if values else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeviceArray:
-    """A C-contiguous array in GPU memory. It does not own the memory: `Device.allocate` and `Device.free` do."""
+    """A C-contiguous array in GPU memory, not to be changed. It does not own the memory: `Device.allocate` and
+    `Device.free` do."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -145,13 +147,37 @@ class Event:
         return float(call("cuEventElapsedTime", earlier.handle, self.handle))
 
 
-class Function:
-    """A kernel loaded on a device."""
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with an int as its value."""
 
-    def __init__(self, kernel: Kernel, handle: Any) -> None:
+    _fields_ = (("id", ctypes.c_uint64), ("value", ctypes.c_int), ("pad", ctypes.c_char * 60))
+
+
+class Function:
+    """A kernel loaded on a device, and the memory through which the driver is told its arguments."""
+
+    def __init__(self, kernel: Kernel, handle: Any, queue: Callable[..., int], early: bool) -> None:
+        """queue: the driver's cuLaunchKernelEx. early: whether the device knows dependent launches."""
         self.kernel = kernel
-        self.handle = handle
-        self._kinds = [_ARGUMENTS["u64" if a.endswith("*") else a] for a in kernel.arguments]
+        self.handle = int(handle)
+        self.early = early
+        self.queue = queue
+        codes = ["Q" if a.endswith("*") else _CODES[a] for a in kernel.arguments]
+        self.pointers = [i for i, code in enumerate(codes) if code == "Q"]
+        self.count = len(codes)
+        self.lock = threading.Lock()
+        self._format = struct.Struct("@" + "".join(codes))
+        self._values = ctypes.create_string_buffer(max(1, self._format.size))
+        start = ctypes.addressof(self._values)
+        offsets = [struct.calcsize(f"@{''.join(codes[:i])}0{code}") for i, code in enumerate(codes)]
+        self._addresses = (ctypes.c_void_p * max(1, len(codes)))(*[start + offset for offset in offsets])
+        self._attribute = _Attribute()
+        if early:
+            kinds = _driver().CUlaunchAttributeID
+            self._attribute.id = int(kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+            self._attribute.value = 1
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._told = (ctypes.addressof(self._config), self.handle, ctypes.addressof(self._addresses), None)
 
     def bind(
         self,
@@ -164,22 +190,32 @@ class Function:
     ) -> Launch:
         """A launch with its arguments fixed, to be run any number of times.
 
-        Arguments are numbers, or arrays where an address is meant (None is address 0). shared: bytes of dynamic shared
-        memory. dependent: the kernel may start before the one queued before it ends (programmatic dependent
-        launch); it must execute `griddepcontrol.wait` before it touches what others wrote. Ignored below sm_90.
+        Arguments are numbers, or what has a `pointer` where an address is meant (None is address 0). shared: bytes of
+        dynamic shared memory. dependent: the kernel may start before the one queued before it ends (programmatic
+        dependent launch); it must execute `griddepcontrol.wait` before it touches what others wrote. Ignored below
+        sm_90.
         """
         return Launch(self, grid, block, arguments, shared, dependent)
 
+    def run(self, values: Sequence[Any], config: tuple[int, ...], stream: int) -> int:
+        """Queue it; the driver copies what it is told before it returns."""
+        with self.lock:
+            self._format.pack_into(self._values, 0, *values)
+            _CONFIG.pack_into(
+                self._config, 0, *config[:7], stream, ctypes.addressof(self._attribute) if config[7] else 0, config[7]
+            )
+            return self.queue(*self._told)
 
-_ARGUMENTS = {
-    "u64": ctypes.c_uint64, "i64": ctypes.c_int64, "u32": ctypes.c_uint32, "i32": ctypes.c_int32, "f32": ctypes.c_float,
-}  # fmt: skip
+
+_CODES = {"u64": "Q", "i64": "q", "u32": "I", "i32": "i", "f32": "f"}
+_CONFIG = struct.Struct("@7IQQI")
+"""CUlaunchConfig: grid, block, shared bytes, stream, attributes and how many."""
 
 
 class Launch:
     """A kernel, its grid and its arguments, ready to be queued."""
 
-    __slots__ = ("_addresses", "_config", "_keep", "_values", "function")
+    __slots__ = ("_config", "_values", "function")
 
     def __init__(
         self,
@@ -191,44 +227,26 @@ class Launch:
         dependent: bool,
     ) -> None:
         kernel = function.kernel
-        if len(arguments) != len(function._kinds):
-            raise TypeError(f"kernel {kernel.name} takes {len(function._kinds)} arguments, not {len(arguments)}")
+        if len(arguments) != function.count:
+            raise TypeError(f"kernel {kernel.name} takes {function.count} arguments, not {len(arguments)}")
         if block > kernel.threads or shared > kernel.dynamic_shared:
             raise ValueError(f"kernel {kernel.name}: {block} threads, {shared} bytes exceed what it is registered for")
-        driver = _driver()
         self.function = function
-        self._values = [
-            kind(getattr(a, "pointer", 0 if a is None else a))
-            for kind, a in zip(function._kinds, arguments, strict=True)
-        ]
-        self._addresses = (ctypes.c_void_p * max(1, len(self._values)))(*[ctypes.addressof(v) for v in self._values])
-        x, y, z = (*((grid,) if isinstance(grid, int) else grid), 1, 1)[:3]
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = x, y, z
-        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
-        config.sharedMemBytes = shared
-        attributes = []
-        if dependent and Device.current().capability >= (9, 0):
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            attributes.append(attribute)
-        config.attrs = attributes
-        config.numAttrs = len(attributes)
-        self._keep = attributes
-        self._config = config
-
-    def set(self, index: int, value: Any) -> None:
-        """Change argument `index` for the runs that follow."""
-        self._values[index].value = getattr(value, "pointer", value)
+        self._values = values = list(arguments)
+        for i in function.pointers:
+            a = values[i]
+            if a is None:
+                values[i] = 0
+            elif a.__class__ is not int:
+                values[i] = getattr(a, "pointer", a)
+        x, y, z = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        self._config = (x, y, z, block, 1, 1, shared, int(dependent and function.early))
 
     def run(self, stream: Stream) -> None:
         """Queue it on a stream."""
-        config = self._config
-        config.hStream = stream.handle
-        error = _driver().cuLaunchKernelEx(config, self.function.handle, ctypes.addressof(self._addresses), 0)[0]
-        if int(error) != 0:
-            raise CudaError(f"launch of kernel {self.function.kernel.name}: {error.name}")
+        error = self.function.run(self._values, self._config, int(stream.handle))
+        if error:
+            raise CudaError(f"launch of kernel {self.function.kernel.name}: {_driver().CUresult(error).name}")
 
 
 class PinnedBuffer:
@@ -324,6 +342,8 @@ class Device:
         self.memory_bytes = int(call("cuDeviceTotalMem", self._handle))
         self.virtual_memory = bool(ask("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"))
         self._context = call("cuDevicePrimaryCtxRetain", self._handle)
+        address, _ = call("cuGetProcAddress", b"cuLaunchKernelEx", 12000, 0)
+        self._launch = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(int(address))
         self._functions: dict[str, Function] = {}
         self._modules: list[Any] = []
         self._allocated: dict[int, int] = {}
@@ -453,7 +473,8 @@ class Device:
             if kernel.dynamic_shared > 48 << 10:
                 limit = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 call("cuFuncSetAttribute", handle, limit, min(kernel.dynamic_shared, self.shared_bytes))
-            found = self._functions[kernel.name] = Function(kernel, handle)
+            found = Function(kernel, handle, self._launch, self.capability >= (9, 0))
+            self._functions[kernel.name] = found
         return found
 
     def supports(self, kernel: Kernel) -> bool:

@@ -121,7 +121,7 @@ def _network_sizes(rows: int) -> Iterator[tuple[str, int, str]]:
 
 
 def _draw_sizes(rows: int) -> Iterator[tuple[str, int, str]]:
-    kinds = {"seed": "<u8", "choice": "<u4", "position": "<u4", "top_k": "<i4", "slot": "<i4"}
+    kinds = {"seed": "<u8", "choice": "<u4", "position": "<u4", "top_k": "<i4", "slot": "<i4", "mask_row": "<i4"}
     yield from ((name, rows, kinds.get(name, "<f4")) for name in CONTROLS)
     for name in LISTS:
         count = rows + 1 if name.endswith("start") else LIST_ENTRIES
@@ -203,6 +203,7 @@ def fill_draw(host: dict[str, np.ndarray], bucket: int, rows: SampleRows | None)
     """Write what the draw reads; rows past the given become padding."""
     count = 0 if rows is None else len(rows.slot)
     host["slot"][count:] = -1
+    host["mask_row"][count:] = -1
     host["top_n"][count:] = -1
     host["repetition"][count:] = 1
     for name in ("temperature", "presence", "frequency"):
@@ -339,10 +340,12 @@ class DecodeRounds:
         return Round(bucket, len(batch.tokens), turn, self._networks[turn])
 
     def draw(self, begun: Round, rows: SampleRows) -> None:
-        """Queue the draw of a token behind each of a round's rows; without a graph where the wishes are too many."""
+        """Queue the draw of a token behind each of a round's rows; without a graph where the wishes are too many, or
+        where rows are masked."""
         be, bucket, turn = self.backend, begun.bucket, begun.turn
         most = max(0, int(rows.top_n.max(initial=-1)))
-        if most > MOST_TOP or max(len(rows.bias_id), len(rows.ban_id), len(rows.ahead_id)) > LIST_ENTRIES:
+        entries = max(len(rows.bias_id), len(rows.ban_id), len(rows.ahead_id))
+        if most > MOST_TOP or entries > LIST_ENTRIES or len(rows.mask):
             begun.drawn(be.sample(bucket.logits.part(0, begun.count), rows))
             return
         self.tables.flush()

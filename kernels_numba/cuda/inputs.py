@@ -18,7 +18,7 @@ KINDS = {"i4": "i32", "u4": "u32", "f4": "f32", "u8": "u64", "i8": "i64", "u1": 
 
 CONTROLS = (
     "temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed", "choice", "position",
-    "slot",
+    "slot", "mask_row",
 )  # fmt: skip
 """Fields of SampleRows with one entry a row, in the order of the sampling kernel."""
 LISTS = ("bias_start", "bias_id", "bias_value", "ban_start", "ban_id", "ahead_start", "ahead_id")

@@ -5,6 +5,7 @@ Rounding: r(y), or r(residual + r(y)), or r(r(silu(r(w1 x))) * r(w3 x)), or r(y)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import decode_products as ring
@@ -105,6 +106,25 @@ def wgmma_time(device: Device, columns: int, tiles_m: int, units: int, depth: in
     return -(-tiles_m * -(-units * 16 // columns) // device.multiprocessors) * _WGMMA_NS[columns] * depth / 64
 
 
+_CHOSEN: dict[tuple[object, ...], Plan] = {}
+
+
+def chosen(choose: Callable[..., Plan]) -> Callable[..., Plan]:
+    """A choice by (device, rows, weight, out, ...) that is made once; more than 256 rows count in steps of 128."""
+
+    def choice(device: Device, rows: int, weight: PackedWeight, out: DeviceArray, *more: bool) -> Plan:
+        if rows > 256:
+            rows = -(-rows // 128) * 128
+        key = (choose, device, rows, weight.form, *more)
+        plan = _CHOSEN.get(key)
+        if plan is None:
+            plan = _CHOSEN[key] = choose(device, rows, weight, out, *more)
+        return plan
+
+    return choice
+
+
+@chosen
 def best_plan(device: Device, rows: int, weight: PackedWeight, out: DeviceArray) -> Plan:
     """The plan that runs."""
     sizes = [next(size for size in RING_PRODUCTS if size >= rows)] if rows <= 32 else [32, 64]

@@ -139,8 +139,7 @@ class DeviceMemory:
         self, kernel: Kernel, grid: int | tuple[int, ...], threads: int, *arguments: Any, shared: int = 0
     ) -> None:
         """Queue a kernel."""
-        given = [a.array if isinstance(a, Activations) else a for a in arguments]
-        self.device.function(kernel).bind(grid, threads, given, shared=shared, dependent=self.dependent).run(
+        self.device.function(kernel).bind(grid, threads, arguments, shared=shared, dependent=self.dependent).run(
             self.stream
         )
 

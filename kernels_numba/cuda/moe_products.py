@@ -10,7 +10,7 @@ from .decode_products import RING_PRODUCTS
 from .driver import Device, DeviceArray, Launch
 from .gemm_mma import MMA_PRODUCTS
 from .gemm_wgmma import WGMMA_PRODUCTS
-from .linear import Plan, best_wgmma, bind_plan, mma_plan, ring_plan, wgmma_fits, wgmma_plan
+from .linear import Plan, best_wgmma, bind_plan, chosen, mma_plan, ring_plan, wgmma_fits, wgmma_plan
 from .pack import PackedWeight
 from .products import MAXIMUM_EXPERTS, SCALED, SWIGLU
 
@@ -34,6 +34,7 @@ def _tiles(weight: PackedWeight, pairs: int, rows: int) -> int:
     return min(pairs, pairs // rows + weight.experts)
 
 
+@chosen
 def best_expert_plan(device: Device, pairs: int, weight: PackedWeight, out: DeviceArray, early: bool) -> Plan:
     """The plan that runs, by the mean of pairs an expert; a group of the ring has room for twice that."""
     mean = -(-pairs // weight.experts)
@@ -63,7 +64,7 @@ def bind_experts_up(
 ) -> Launch:
     """act[p] = r(r(silu(r(w1 x))) * r(w3 x)) for x = x[pair_row[p]] and pair p's expert; act [pairs, features] bf16."""
     _check(weight, act, x.shape[-1], gated=True)
-    plan = plan or best_expert_plan(device, act.shape[0], weight, act, early=False)
+    plan = plan or best_expert_plan(device, act.shape[0], weight, act, False)
     return bind_plan(
         device, plan, x, weight, act, SWIGLU, act.shape[0], start=start, gather=pair_row, dependent=dependent
     )  # fmt: skip
@@ -85,7 +86,7 @@ def bind_experts_down(
     dependent: the kernel queued just before must be the one of `bind_experts_up` (`start` is read before it ends).
     """
     _check(weight, y, act.shape[-1], gated=False)
-    plan = plan or best_expert_plan(device, act.shape[0], weight, y, early=True)
+    plan = plan or best_expert_plan(device, act.shape[0], weight, y, True)
     return bind_plan(
         device, plan, act, weight, y, SCALED, act.shape[0], extra=pair_weight, start=start, dependent=dependent
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numba import cuda
@@ -30,15 +30,17 @@ class PackedWeight:
     """columns of the product: for a SwiGLU its features, not twice that"""
     depth: int
     gated: bool
+    units: int = field(init=False)
+    """of one expert"""
+    expert_bytes: int = field(init=False)
+    form: tuple[int, int, int, bool] = field(init=False)
+    """experts, outputs, depth, gated: what the choice of a kernel depends on"""
 
-    @property
-    def units(self) -> int:
-        """Units of one expert."""
-        return units_of(self.outputs, self.gated)
-
-    @property
-    def expert_bytes(self) -> int:
-        return self.units * -(-self.depth // BLOCK_K) * BLOCK_BYTES
+    def __post_init__(self) -> None:
+        units = units_of(self.outputs, self.gated)
+        object.__setattr__(self, "units", units)
+        object.__setattr__(self, "expert_bytes", units * -(-self.depth // BLOCK_K) * BLOCK_BYTES)
+        object.__setattr__(self, "form", (self.experts, self.outputs, self.depth, self.gated))
 
     @classmethod
     def allocate(

@@ -389,10 +389,11 @@ def penalized(value, repetition, presence, frequency, count):
 
 @device
 def adjust(
-    logits, z, start, vocab, bias_first, bias_last, bias_id, bias_value, ban_first, ban_last, ban_id, penalised,
+    logits, z, start, vocab, bias_first, bias_last, bias_id, bias_value, ban_first, ban_last, ban_id, mask_row, mask,
+    words, penalised,
     repetition, presence, frequency, prompt_seen, output_count, table, ahead_first, ahead_last, ahead_id,
 ):  # fmt: skip
-    """z = the row's logits with biases, bans and penalties."""
+    """z = the row's logits with biases, bans, its mask and penalties."""
     thread = cuda.threadIdx.x
     for at in range(thread, vocab, THREADS):
         z[start + at] = logits[start + at]
@@ -405,6 +406,12 @@ def adjust(
         if ban_id[i] >= 0 and ban_id[i] < vocab:
             z[start + ban_id[i]] = LOWEST
     cuda.syncthreads()
+    if mask_row >= 0:
+        allowed = np.int64(mask_row) * words
+        for at in range(thread, vocab, THREADS):
+            if (mask[allowed + (at >> 5)] >> np.uint32(at & 31)) & np.uint32(1) == np.uint32(0):
+                z[start + at] = LOWEST
+        cuda.syncthreads()
     if penalised:
         for at in range(thread, vocab, THREADS):
             count = output_count[table + at]
@@ -462,19 +469,20 @@ def nothing_asked(row, most, first, logprob, rank, top_ids, top_logprobs):
 
 
 @kernel(
-    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* u8* i32* i32* i32* f32* i32* i32* i32* "
-    "i32* i32* i32 i32* i32* f32* i32* i32* f32*",
+    "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* i32* u32* i32 u8* i32* i32* i32* f32* "
+    "i32* i32* i32* i32* i32* i32 i32* i32* f32* i32* i32* f32*",
     threads=THREADS,
 )
 def sample(
     logits, width, vocab, adjusted, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice,
-    position, slot, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id,
+    position, slot, mask_row, mask, words, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id,
     ahead_start, ahead_id, top_n, most, drawn, token, logprob, rank, top_ids, top_logprobs,
 ):  # fmt: skip
     """One token a row of logits [rows, width]; the controls are batch.SampleRows. Grid [rows].
 
     drawn [slots]: each slot's token, for rows of the next round that don't know theirs. A row whose slot is -1 is
-    padding and gets token 0. most: width of top_ids and top_logprobs. adjusted: scratch [rows, width].
+    padding and gets token 0. mask [rows, words]. most: width of top_ids and top_logprobs. adjusted: scratch [rows,
+    width].
     """
     values = cuda.shared.array(THREADS, np.float32)
     ids = cuda.shared.array(THREADS, np.int32)
@@ -494,11 +502,12 @@ def sample(
     table = np.int64(slot[row]) * width
     penalised = repetition[row] != ONE or presence[row] != ZERO or frequency[row] != ZERO
     z = logits
-    if penalised or bias_start[row + 1] > bias_start[row] or ban_start[row + 1] > ban_start[row]:
+    changed = bias_start[row + 1] > bias_start[row] or ban_start[row + 1] > ban_start[row] or mask_row[row] >= 0
+    if penalised or changed:
         adjust(
             logits, adjusted, start, vocab, bias_start[row], bias_start[row + 1], bias_id, bias_value, ban_start[row],
-            ban_start[row + 1], ban_id, penalised, repetition[row], presence[row], frequency[row], prompt_seen,
-            output_count, table, ahead_start[row], ahead_start[row + 1], ahead_id,
+            ban_start[row + 1], ban_id, mask_row[row], mask, words, penalised, repetition[row], presence[row],
+            frequency[row], prompt_seen, output_count, table, ahead_start[row], ahead_start[row + 1], ahead_id,
         )  # fmt: skip
         z = adjusted
     largest, chosen = first_of(z, start, vocab, np.float32(np.inf), np.int32(-1), values, ids)

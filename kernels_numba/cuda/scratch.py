@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 from .driver import ITEM_BYTES, CudaOutOfMemory, DeviceArray
 
@@ -29,7 +28,7 @@ class Scratch:
 
     def take(self, shape: Sequence[int], dtype: str) -> Activations:
         """A block for an array; CudaOutOfMemory where nothing that large is free."""
-        size = max(1, -(-math.prod(shape) * ITEM_BYTES[dtype] // ALIGN)) * ALIGN
+        size = max(ALIGN, -(-math.prod(shape) * ITEM_BYTES[dtype] // ALIGN) * ALIGN)
         for i, (offset, free) in enumerate(self._free):
             if free >= size:
                 if free == size:
@@ -37,17 +36,23 @@ class Scratch:
                 else:
                     self._free[i] = (offset + size, free - size)
                 array = DeviceArray(self._memory.pointer + offset, tuple(shape), dtype)
-                return Activations(array, partial(self._release, offset, size))
+                return Activations(array, self, (offset, size))
         raise CudaOutOfMemory(
             f"a step needs {size:,} bytes more than the {self.nbytes:,} bytes of scratch; {self.free_bytes:,} are free"
         )
 
-    def _release(self, offset: int, size: int) -> None:
-        at = bisect.bisect(self._free, (offset, size))
-        self._free.insert(at, (offset, size))
-        for i in (at, at - 1):  # join with the next, then with the one before
-            if 0 <= i < len(self._free) - 1 and sum(self._free[i]) == self._free[i + 1][0]:
-                self._free[i : i + 2] = [(self._free[i][0], self._free[i][1] + self._free[i + 1][1])]
+    def give_back(self, block: tuple[int, int]) -> None:
+        """A block, offset and bytes, is free again; joined with the free ones beside it."""
+        free = self._free
+        at = bisect.bisect(free, block)
+        offset, size = block
+        if at < len(free) and offset + size == free[at][0]:
+            size += free.pop(at)[1]
+        if at and sum(free[at - 1]) == offset:
+            offset, before = free[at - 1]
+            free[at - 1] = (offset, before + size)
+        else:
+            free.insert(at, (offset, size))
 
 
 class Activations:
@@ -57,19 +62,20 @@ class Activations:
     CudaBackend.moe).
     """
 
-    __slots__ = ("__weakref__", "_array", "_release", "_whole", "pending")
+    __slots__ = ("__weakref__", "_array", "_block", "_holder", "pending")
 
     def __init__(
-        self, array: DeviceArray, release: Callable[[], None] | None, whole: Activations | None = None
+        self, array: DeviceArray, holder: Scratch | Activations | None, block: tuple[int, int] | None = None
     ) -> None:
+        """holder: whom `block` is given back to, or who keeps the memory."""
         self._array = array
-        self._release = release
-        self._whole = whole
+        self._holder = holder
+        self._block = block
         self.pending = False
 
     def __del__(self) -> None:
-        if self._release is not None:
-            self._release()
+        if self._block is not None:
+            self._holder.give_back(self._block)  # type: ignore[union-attr]
 
     @property
     def array(self) -> DeviceArray:
@@ -78,6 +84,11 @@ class Activations:
             self.pending = False
             self.finish()
         return self._array
+
+    @property
+    def pointer(self) -> int:
+        """The address of `array`."""
+        return self.array.pointer
 
     def finish(self) -> None:
         """Queue what fills the array."""
@@ -96,4 +107,4 @@ class Activations:
 
     def part(self, start: int, stop: int) -> Activations:
         """Rows start ... stop - 1, in place."""
-        return Activations(self.array[start:stop], None, self)
+        return Activations(self.array[start:stop], self)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from lfm2serve.options import EngineOptions
+
+if TYPE_CHECKING:
+    from lfm2serve.bench.chat import ChatReport
+    from lfm2serve.bench.memory import Receipt
 
 app = typer.Typer(
     help="Measure this machine: the figures behind the README.", no_args_is_help=True, add_completion=False
@@ -19,6 +23,7 @@ app = typer.Typer(
 ModelOption = Annotated[str, typer.Option("--model", help="A model's shape, with random weights.")]
 DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 ThreadsOption = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (default: all cores).")]
+KvOption = Annotated[float, typer.Option("--kv-gib", min=0.01, help="Size of the page pool.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
@@ -140,11 +145,57 @@ def chat(
     report = measure(
         model, _options(device, threads), dummy_weights=is_shape(model), length=length, tokens=tokens, repeats=repeats
     )
+    _print_receipt(report, as_json, ": kept states and drafts")
+
+
+@app.command()
+def memory(
+    model: ModelOption = "lfm2-350m",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    kv_gib: KvOption = 1.0,
+    cache_gib: Annotated[float, typer.Option(min=0, help="Size of the prompt cache.")] = 0.5,
+    streams: Annotated[int, typer.Option(min=1, help="Streams that decode together.")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each stream before it decodes.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded by each stream.")] = 32,
+    as_json: JsonOption = False,
+) -> None:
+    """What is mapped after load, the plan beside what the device says, and pages in pieces against one allocation."""
+    from lfm2serve.bench.memory import measure
+
+    options = _options(
+        device, threads, kv_gib=kv_gib, prompt_cache_gib=cache_gib, max_streams=streams, context=context + tokens
+    )
+    _print_receipt(measure(_shape_name(model), options, streams=streams, context=context, tokens=tokens), as_json)
+
+
+@app.command()
+def gaps(
+    model: ModelOption = "lfm2-350m",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    kv_gib: KvOption = 1.0,
+    prompts: Annotated[str, typer.Option(help="Lengths of prompts that come while a stream decodes.")] = "1000,2000",
+    max_gap_ms: Annotated[float, typer.Option(min=1, help="How long running replies may wait for a prompt step.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """What a running stream feels while long prompts open into unmapped pages. Exit code 1 where a reply differs."""
+    from lfm2serve.bench.gaps import FIRST, measure
+
+    lengths = _numbers(prompts, "--prompts")
+    options = _options(
+        device, threads, kv_gib=kv_gib, prompt_cache_gib=0.0, max_streams=2, context=max(*lengths, 4 * FIRST) + FIRST
+    )
+    _print_receipt(measure(_shape_name(model), options, prompts=lengths, max_gap_ms=max_gap_ms), as_json)
+
+
+def _print_receipt(report: Receipt | ChatReport, as_json: bool, what: str = ", random weights") -> None:
+    """The figures, and what is wrong: then the exit code is 1."""
     if as_json:
         print(json.dumps(report.to_dict()))
     else:
         rows = [(f.measure, f"{f.value:,.4g} {f.unit}".strip(), f.beside) for f in report.figures]
-        _show(f"{model} on {report.device}: kept states and drafts", ("measure", "figure", "beside"), rows)
+        _show(f"{report.model} on {report.device}{what}", ("measure", "figure", "beside"), rows)
         for failure in report.failures:
             Console(stderr=True).print(failure)
     if report.failures:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from lfm2serve.backend import Backend
@@ -31,29 +32,36 @@ class Dummy:
     backend: Backend
     plan: MemoryPlan
     model: Model
+    states: StreamStates | None = None
+    """of the engine that is open"""
 
     @contextmanager
     def engine(self, *, kv: str = "paged", prompt_chunk: int | None = None, drafts: bool = False, keeps: bool = False,
-               shuffle: int | None = None) -> Iterator[Engine]:  # fmt: skip
-        """An engine over the whole plan. shuffle: seed of a random page order."""
+               shuffle: int | None = None, max_gap_ms: float = 50.0) -> Iterator[Engine]:  # fmt: skip
+        """An engine over the whole plan. kv: as in EngineOptions; shuffle: seed of a random page order."""
         plan = self.plan
         rows = plan.context + SLACK_ROWS
-        range_pages = plan.range_pages if kv == "paged" else plan.pages // plan.slots
+        range_pages = plan.pages // plan.slots if kv == "fixed" else plan.range_pages
         pool = PagePool(plan.pages, range_pages)
         if shuffle is not None:
             pool.shuffle(shuffle)
         pages = plan.snapshot_pages if keeps else 0
         states = StreamStates(
-            self.config, self.backend, slots=plan.slots, pages=plan.pages, max_rows=rows, snapshot_pages=pages
-        )
+            self.config, self.backend, slots=plan.slots, pages=plan.pages, max_rows=rows, snapshot_pages=pages,
+            lazy=kv != "eager",
+        )  # fmt: skip
+        states.arena.ahead(pool.upcoming(), plan.first_pieces)
         engine = Engine(
             self.model, states, pool,
             slots=plan.slots, context=plan.context, vocab=self.config.vocab_size, eos_token_ids=[],
             prompt_chunk=prompt_chunk, largest_chunk=self.target.chunk, drafts=drafts,
+            max_gap_ms=max_gap_ms,
         )  # fmt: skip
+        self.states = states
         try:
             yield engine
         finally:
+            self.states = None
             engine.close()
             states.close_all()
 
@@ -74,12 +82,15 @@ def dummy(name: str, options: EngineOptions) -> Iterator[Dummy]:
 
 @dataclass(slots=True)
 class Reply:
-    """What came of a request: tokens, log-probabilities, and times in seconds since it was asked."""
+    """What came of a request: tokens, log-probabilities, and times in seconds since it was asked.
+
+    times: when each token came, by the clock of time.perf_counter()."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs]
     first_s: float = 0.0
     total_s: float = 0.0
+    times: list[float] = field(default_factory=list)
 
 
 def ask(
@@ -97,6 +108,7 @@ def ask(
 
     def take(reply: Reply, event: StreamEvent) -> None:
         reply.tokens.extend(event.tokens)
+        reply.times.extend([time.perf_counter()] * len(event.tokens))
         reply.logprobs.extend(event.logprobs or [])
         m = event.metrics
         if event.error is not None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kernels_numba.batch import PAGE_ROWS
 from lfm2serve.bench.dummy import Dummy, Reply, ask, dummy, prompt
 from lfm2serve.options import EngineOptions
 from lfm2serve.sampling import SamplingParams
@@ -77,17 +78,47 @@ def compare(
     model: str, options: EngineOptions, *, lengths: list[int], tokens: int, chunks: list[int], together: list[int],
     randoms: int, limit_s: float,
 ) -> Iterator[Outcome]:  # fmt: skip
-    """Run every way; the first outcome is the reference itself, again. After limit_s seconds no further way starts."""
+    """Decoded rows against prompt rows, then every way, first the reference itself again. After limit_s seconds no
+    further way starts."""
     started = time.perf_counter()
     with dummy(model, options) as made:
         sampled, greedy = (SamplingParams(temperature=t, top_p=0.95, max_tokens=tokens, logprobs=5) for t in (0.8, 0.0))
         requests = [(prompt(length, n), greedy if n % 2 else sampled) for n, length in enumerate(lengths)]
         expected, _ = _run(made, Way(), requests)
+        yield _decoded_against_prompt(made, tokens)
         for way in [Way(), *ways(chunks, together, randoms)]:
             if time.perf_counter() - started > limit_s:
                 return
             got, seconds = _run(made, way, requests)
             yield Outcome(str(way), sum(a == b for a, b in zip(got, expected, strict=True)), len(got), seconds)
+
+
+def _decoded_against_prompt(made: Dummy, tokens: int) -> Outcome:
+    """Replies that end with a page, and prompt + reply as one prompt: the same K/V pages and conv inputs, all bits."""
+    started, equal = time.perf_counter(), 0
+    most = (made.plan.context - 1) // PAGE_ROWS
+    ends = {pages * PAGE_ROWS for pages in (1, (1 + most) // 2, most)}
+    lengths = sorted(end - tokens + 1 for end in ends if tokens <= end < made.plan.context)
+    with made.engine() as engine:
+        for number, length in enumerate(lengths):
+            ids = prompt(length, 1000 + number)
+            [reply] = ask(engine, [ids], SamplingParams(temperature=0, max_tokens=tokens))
+            decoded = _state_bytes(made, length + tokens - 1)
+            ask(engine, [[*ids, *reply.tokens[:-1]]], SamplingParams(temperature=0, max_tokens=1))
+            equal += decoded == _state_bytes(made, length + tokens - 1)
+    return Outcome("decoded rows against prompt rows: states", equal, len(lengths), time.perf_counter() - started)
+
+
+def _state_bytes(made: Dummy, rows: int) -> bytes:
+    """Hash of the K/V pages and conv inputs that the last stream has left; `rows` fill its pages."""
+    states, backend = made.states, made.backend
+    assert states is not None and rows % PAGE_ROWS == 0
+    backend.attach()
+    digest = hashlib.blake2b()
+    for page in states.page_table[0, : rows // PAGE_ROWS].tolist():  # a stream alone has slot 0
+        digest.update(backend.read(states.kv.data[page]).tobytes())
+    digest.update(backend.read(states.ring)[:, 0].tobytes())
+    return digest.digest()
 
 
 def _run(made: Dummy, way: Way, requests: list[tuple[list[int], SamplingParams]]) -> tuple[list[str], float]:

@@ -107,17 +107,20 @@ def _decode_figures(
     beside = f"{100 * rate / most:.0f} % of {most:,.0f}: the weights read once a round"
     report.add(f"decode, {streams} streams" if streams > 1 else "decode, 1 stream", rate, "tok/s", beside)
     host = 1e3 * statistics.median(host for _, host in runs)
-    report.add(f"host time of a round, {streams}", host, "ms", "outside the backend's operations")
+    report.add(f"host time of a round, {streams}", host, "ms", "during which the device may have waited")
 
 
 def _decode(engine: Engine, streams: int, context: int, tokens: int) -> tuple[float, float]:
-    """Tokens a second of rounds of all streams, and the host's seconds a round outside the backend."""
+    """Tokens a second while all streams decode, and the host's seconds a round that the device may have waited for."""
     before = engine.stats().counters
-    ask(engine, [prompt(context, n) for n in range(streams)], SamplingParams(temperature=0, max_tokens=tokens))
+    replies = ask(
+        engine, [prompt(context, n) for n in range(streams)], SamplingParams(temperature=0, max_tokens=tokens)
+    )
     after = engine.stats().counters
+    start, end = max(reply.times[0] for reply in replies), min(reply.times[-1] for reply in replies)
+    decoded = sum(start < at <= end for reply in replies for at in reply.times)
     rounds = after.decode_rounds - before.decode_rounds
-    seconds = after.decode_s - before.decode_s
-    return (after.decode_rows - before.decode_rows) / seconds, (after.host_s - before.host_s) / rounds
+    return decoded / (end - start), (after.host_s - before.host_s) / rounds
 
 
 def _prompt_figures(report: Report, made: Dummy, engine: Engine, length: int, repeats: int) -> None:

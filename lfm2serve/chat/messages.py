@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from lfm2serve.chat.tool_calls import write_calls
 from lfm2serve.errors import InvalidRequest
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -29,6 +30,16 @@ def normalise(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         _refuse("messages", "must hold at least one message")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def written_out(message: Mapping[str, Any], calls: bool, thought: bool) -> dict[str, Any]:
+    """A normalised message with its calls, or its thought, written into the content as the model writes them."""
+    result = dict(message)
+    if calls and (made := result.pop("tool_calls", None)):
+        result["content"] = f"<|tool_call_start|>{write_calls(made)}<|tool_call_end|>{result['content']}"
+    if thought and (thinking := result.pop("thinking", None)):
+        result["content"] = f"<think>{thinking}</think>{result['content']}"
+    return result
 
 
 def _message(message: Any, at: str) -> dict[str, Any]:

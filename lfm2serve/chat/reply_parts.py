@@ -42,11 +42,14 @@ def with_marks(text: str, marks: Iterable[str]) -> list[str]:
 class Reading:
     """How a chat's reply is read.
 
-    tools: the request's; None: tool calls aren't looked for. thinking: the prompt opened a thought.
+    tools: the request's; None: tool calls aren't looked for. parallel: several calls count, not just the first.
+    thinking: the prompt opened a thought. hidden: thoughts aren't shown.
     """
 
     tools: Tools | None = None
+    parallel: bool = True
     thinking: bool = False
+    hidden: bool = False
 
     def marks(self, tokenizer: Tokenizer) -> dict[int, str]:
         """Token id -> character of the sentinels that are one token."""
@@ -83,6 +86,8 @@ class ReplyParts:
 
     def __init__(self, tokenizer: Tokenizer, reading: Reading) -> None:
         self._tools = reading.tools
+        self._parallel = reading.parallel
+        self._hidden = reading.hidden
         self._spelling = _Spelling(reading.spelled(tokenizer))
         self._buffer = ""
         self._step = self._think if reading.thinking else self._say
@@ -109,6 +114,8 @@ class ReplyParts:
         self._buffer += self._spelling.marked(text, final)
         while self._step(parts, final):
             pass
+        if self._hidden:
+            parts.reasoning = ""
         return parts
 
     # Each of these takes what it can off the buffer; False: no more can be told yet.
@@ -162,8 +169,9 @@ class ReplyParts:
         if found is None:
             self._speak(parts, SENTINELS[CALL] + body + (SENTINELS[END_CALL] if end is not None else ""))
         else:
-            parts.calls += [ToolCall(new_call_id(), name, arguments) for name, arguments in found]
-            self._has_called |= bool(found)
+            taken = found if self._parallel else found[: 0 if self._has_called else 1]
+            parts.calls += [ToolCall(new_call_id(), name, arguments) for name, arguments in taken]
+            self._has_called |= bool(taken)
             self._echo = body.strip()
             self._go_on()
         return True

@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lfm2serve.chat.messages import normalise
+from lfm2serve.chat.messages import normalise, written_out
 from lfm2serve.chat.prompt import ChatPrompt, find_places
 from lfm2serve.chat.shield import Shield, map_strings
 from lfm2serve.chat.tokenizer import Tokenizer, read_json, token_name
@@ -23,6 +23,8 @@ from lfm2serve.errors import CheckpointError, InvalidRequest
 
 GIVEN = ("messages", "tools", "add_generation_prompt", "strftime_now")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+OPENING_TOKENS = 16  # in which "<think>" and blanks behind it fit, one token a byte
+PROBED = datetime(2000, 1, 1)  # when a template is asked what it renders
 # What a model writes itself: in assistant messages these are the tokens that they were, anywhere else they are text.
 SPOKEN_TOKENS = ("<think>", "</think>", "<|tool_call_start|>", "<|tool_call_end|>")
 
@@ -81,6 +83,7 @@ class ChatTemplate:
         self._now = now
         environment = _environment()
         sources = [source] if tool_source is None else [source, tool_source]
+        self._leaves_out: dict[bool, tuple[bool, bool]] = {}
         try:
             self._template, *self._tool_template = [environment.from_string(text) for text in sources]
             self.switches = frozenset().union(*(_switches(environment.parse(text)) for text in sources))
@@ -158,6 +161,11 @@ class ChatTemplate:
                 return ChatPrompt(ids)
             return find_places(self._tokenizer, ids, shielded, guarded, lambda changed: self._render(changed, now))
 
+    def opens_thought(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt that ends with the template's own words ends inside a thought."""
+        tail = self._tokenizer.decode(ids[-OPENING_TOKENS:], skip_special_tokens=False)
+        return tail.rstrip().endswith("<think>")
+
     def _encode(self, values: Mapping[str, Any], now: datetime) -> tuple[list[int], Mapping[str, Any], str]:
         """Ids, and the values and text from which they come, guarded: its control strings are the template's own."""
         text = self._render(values, now)
@@ -191,12 +199,32 @@ class ChatTemplate:
         given: Any = tools or []
         if not isinstance(given, list | tuple) or not all(isinstance(tool, Mapping) for tool in given):
             raise InvalidRequest("tools must be a list of objects", param="tools")
+        normal = normalise(messages)
+        if any("tool_calls" in message or "thinking" in message for message in normal):
+            calls, thoughts = self._left_out(bool(given))
+            normal = [written_out(message, calls, thoughts) for message in normal]
         return {
             **switches,
-            "messages": normalise(messages),
+            "messages": normal,
             "tools": list(given) or None,
             "add_generation_prompt": add_generation_prompt,
         }
+
+    def _left_out(self, tools: bool) -> tuple[bool, bool]:
+        """Whether the template leaves out tool calls, and thoughts although it knows them in a content."""
+        known = self._leaves_out.get(tools)
+        if known is None:
+            call = {"type": "function", "function": {"name": "probe_call", "arguments": {}}, "id": "probe_call_1"}
+            message = {"role": "assistant", "content": "", "tool_calls": [call], "thinking": "probe_thought"}
+            offered = [{"type": "function", "function": {"name": "other", "parameters": {}}}] if tools else None
+            messages = [{"role": "user", "content": "probe"}, message]
+            try:
+                text = self._render({"messages": messages, "tools": offered, "add_generation_prompt": False}, PROBED)
+            except InvalidRequest:
+                text = "probe_call probe_thought"  # it looks at them, at any rate
+            known = "probe_call" not in text, "probe_thought" not in text and "</think>" in self._written
+            self._leaves_out[tools] = known
+        return known
 
     def _render(self, values: Mapping[str, Any], now: datetime) -> str:
         template = self._tool_template[0] if values["tools"] and self._tool_template else self._template

@@ -127,7 +127,7 @@ def _from_python(body: str, properties: Mapping[str, list[str]]) -> list[ast.exp
     tree = ast.parse(_plain_python(body, properties, names), mode="eval").body
     if not isinstance(tree, ast.List | ast.Dict):
         raise _Refused("not a list")
-    found = tree.elts if isinstance(tree, ast.List) else [tree]
+    found: list[ast.expr] = tree.elts if isinstance(tree, ast.List) else [tree]
     for node in found:
         if isinstance(node, ast.Dict):
             continue

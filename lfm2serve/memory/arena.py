@@ -156,8 +156,6 @@ class Arena:
             for piece in reversed(done):
                 self._unmap(piece)
             raise
-        with self._changed:
-            self._by_caller += len(done)
 
     def _claim(self, piece: int) -> bool:
         """Take a piece in hand, also a queued one; one that the helper has is waited for. False: it has memory now."""
@@ -222,6 +220,10 @@ class Arena:
         with self._changed:
             self._states[piece] = state
             self._failures += error is not None
+            if state is _State.MAPPED and threading.current_thread() is self._helper:
+                self._by_helper += 1
+            elif state is _State.MAPPED:
+                self._by_caller += 1
             if error is not None and (piece in self._wanted or _fatal(error)):
                 self._failed[piece] = error
             self._wanted.discard(piece)
@@ -250,9 +252,6 @@ class Arena:
                 self._map(piece)
             except Exception as error:  # whoever waits for the piece is told by `ready`
                 log.warning("a piece of the page pool could not be mapped ahead: %s", error)
-                continue
-            with self._changed:
-                self._by_helper += 1
 
     def _next(self) -> int | None:
         with self._changed:

@@ -124,8 +124,8 @@ def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, ta
     budget = limit - fixed if limit is not None else target.states_bytes or 0
     if limit is not None and budget < page_bytes:
         raise MemoryPlanError(
-            f"{_limit_flag(options, limit, target)}: weights, scratch and streams take {fixed / GIB:.2f} GiB and a page "
-            f"of the pool {page_bytes / GIB:.4f} GiB; raise it, lower --max-streams, or take a smaller model"
+            f"{_limit_flag(options, limit, target)}: weights, scratch and streams take {fixed / GIB:.2f} GiB and a "
+            f"page of the pool {page_bytes / GIB:.4f} GiB; raise it, lower --max-streams, or take a smaller model"
         )
     longest = config.max_position_embeddings
     if options.context is not None and options.context > longest:
@@ -162,8 +162,8 @@ def _divide(
     if limit is not None and (asked or 0) + page_bytes * (fixed_pages or 1) > budget:
         pool = f"{_pool_flag(options)} ({page_bytes * (fixed_pages or 1) / GIB:.2f} GiB)"
         raise MemoryPlanError(
-            f"{pool} and --prompt-cache-gib {options.prompt_cache_gib or 0:g} don't fit into the {budget / GIB:.2f} GiB "
-            f"that weights, scratch and streams leave; lower one of them or raise --memory-limit-gib"
+            f"{pool} and --prompt-cache-gib {options.prompt_cache_gib or 0:g} don't fit into the {budget / GIB:.2f} "
+            f"GiB that weights, scratch and streams leave; lower one of them or raise --memory-limit-gib"
         )
     useful = options.max_streams * pages_for((options.context or config.max_position_embeddings) + SLACK_ROWS)
     share = int(budget * POOL_SHARE) if asked is None or limit is None else budget - asked

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from lfm2serve.errors import EngineDead, InvalidRequest, Lfm2Error
 from lfm2serve.runtime import Runtime, new_seed
+from lfm2serve.server.dialects.store import ResponseStore
 from lfm2serve.server.errors import BodyTooLarge, RequestTimedOut, UnsupportedMediaType
 from lfm2serve.server.group import SHUTTING_DOWN, Bridge, ReplyGroup
 from lfm2serve.server.logs import Record, record_of
@@ -45,6 +46,8 @@ class ServerState:
         self.metrics = ServerMetrics(runtime.engine, model)
         self.places = Places(runtime.plan.slots, options.max_queue)
         self.groups: set[ReplyGroup] = set()
+        self.responses = ResponseStore()
+        self.draining = False
         self.stopping = False
         self._bridge: Bridge | None = None
 
@@ -54,9 +57,13 @@ class ServerState:
             self._bridge = Bridge(loop)
         return self._bridge
 
+    def drain(self) -> None:
+        """Let replies finish, and end what would go on for ever."""
+        self.draining = True
+
     def stop(self) -> None:
         """End every request in flight with an error, and refuse new ones."""
-        self.stopping = True
+        self.draining = self.stopping = True
         for group in self.groups:
             group.fail(EngineDead(SHUTTING_DOWN))
 
@@ -65,7 +72,7 @@ class ServerState:
         engine = self.runtime.engine
         if not engine.alive:
             raise EngineDead(engine.fault or "the engine has stopped")
-        if self.stopping:
+        if self.draining:
             raise EngineDead("the server is shutting down")
         started = engine.turn_started
         if started is not None and (lasts := time.monotonic() - started) > self.options.stuck_after_s:
@@ -159,6 +166,7 @@ class Answer(Response):
         state.places.check()  # before any work
         params = request.params(state.runtime)
         prompts = await maybe_in_thread(self._long, lambda: request.prompts(state.runtime))
+        params = request.fit(params, prompts, state.runtime.engine.context)
         # 53 bits: a number that every JSON reader keeps exactly, so that the seed we report can be sent back.
         seed = new_seed() >> 10 if params.seed is None else params.seed
         shape = self._make_shape(request.model if request.model is not None else state.model, seed)

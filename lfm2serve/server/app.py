@@ -20,9 +20,12 @@ from starlette.types import ASGIApp
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.runtime import Runtime
 from lfm2serve.server.answer import Answer, ServerState, maybe_in_thread, read, state_of
+from lfm2serve.server.dialects.routes import ROUTES
 from lfm2serve.server.errors import HANDLERS
 from lfm2serve.server.front import in_front
 from lfm2serve.server.options import ServerOptions
+from lfm2serve.server.page import PAGE
+from lfm2serve.server.page import ROUTES as MEMORY_ROUTES
 from lfm2serve.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from lfm2serve.server.responses import ChatShape, CompletionShape
 
@@ -134,7 +137,12 @@ def create_app(
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
     routes.append(Route("/v1/prompt_cache", clear_prompt_cache, methods=["DELETE"]))
+    routes += ROUTES
+    routes += MEMORY_ROUTES
+    options = options or ServerOptions()
+    if options.page:
+        routes.append(PAGE)
     app = _App(routes=routes, exception_handlers=HANDLERS, lifespan=_lifespan)
     app.state.created = int(time.time())
-    app.state.server = ServerState(runtime, served_model_name or runtime.name, keepalive_s, options or ServerOptions())
+    app.state.server = ServerState(runtime, served_model_name or runtime.name, keepalive_s, options)
     return app

@@ -63,7 +63,8 @@ class AccessLog:
                 "duration_ms": round(1e3 * (time.monotonic() - started), 1),
                 **record.fields,
             }
-            log.log(logging.DEBUG if routine else logging.INFO, "request", extra={"fields": fields})
+            extra = {"fields": fields, "request_id": record.request_id}
+            log.log(logging.DEBUG if routine else logging.INFO, "request", extra=extra)
             REQUEST_ID.reset(token)
 
 

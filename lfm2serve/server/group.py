@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from anyio import to_thread
 
-from lfm2serve.conversation import Conversation
+from lfm2serve.chat.reply_parts import Reading
+from lfm2serve.conversation import Conversation, message_of
 from lfm2serve.errors import EngineDead
 from lfm2serve.reply import ReplyBuilder, ReplyDelta
 from lfm2serve.sampling import SamplingParams
@@ -31,11 +32,13 @@ SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its token ids, and its text where it came as text; a chat's has the conversation behind it."""
+    """One prompt: its token ids, and its text where it came as text; a chat's has the conversation behind it, and how
+    its replies are read."""
 
     token_ids: list[int]
     text: str | None = None
     conversation: Conversation | None = None
+    reading: Reading | None = None
 
 
 class Bridge:
@@ -82,7 +85,7 @@ class Reply:
     @property
     def message(self) -> dict[str, Any]:
         """A chat's reply as its client gets it, and sends it back."""
-        return {"role": "assistant", "content": self.builder.text}
+        return message_of(self.builder)
 
     def receive(self, event: StreamEvent, at: float) -> None:
         """Called on the event loop, also for what arrives after the request is over."""
@@ -138,7 +141,7 @@ class ReplyGroup:
         """Start n replies to each prompt. They share the seed; a reply's place among its prompt's n joins the key."""
         for prompt in prompts:
             for choice in range(params.n):
-                builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids)
+                builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids, prompt.reading)
                 reply = Reply(self, len(self.replies), prompt, builder)
                 reply.stream_id = self._engine.submit(
                     prompt.token_ids,

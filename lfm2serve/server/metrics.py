@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,7 @@ class EngineCollector(Collector):
                 stats.background,
             ),
             "lfm2serve:prompt_cache_states": ("Kept states.", stats.cache.states),
+            "lfm2serve:turn_seconds": ("How long the engine's turn that runs now has taken.", self._turn_seconds()),
         }
         counters = {
             "vllm:prompt_tokens": ("Prompt tokens that ran; cached ones aren't among them.", done.prompt_tokens),
@@ -71,7 +73,30 @@ class EngineCollector(Collector):
         for state in ("free", "leased", "promised"):
             pages.add_metric([self._model, state], getattr(census, state))
         yield pages
+        yield from self._arena()
         yield from self._by_mark(stats.cache)
+
+    def _turn_seconds(self) -> float:
+        started = self._engine.turn_started
+        return 0.0 if started is None else time.monotonic() - started
+
+    def _arena(self) -> Iterator[Metric]:
+        """The pool's memory, piece by piece."""
+        stats = self._engine.arena.stats()
+        size = GaugeMetricFamily("lfm2serve:arena_bytes", "The page pool's memory.", labels=[*LABELS, "state"])
+        pieces = GaugeMetricFamily("lfm2serve:arena_pieces", "Pieces of the page pool.", labels=[*LABELS, "state"])
+        for state, count, held in (
+            ("mapped", stats.mapped_pieces, stats.mapped),
+            ("unmapped", stats.pieces - stats.mapped_pieces, stats.reserved - stats.mapped),
+        ):
+            size.add_metric([self._model, state], held)
+            pieces.add_metric([self._model, state], count)
+        maps = CounterMetricFamily("lfm2serve:arena_maps", "Pieces given memory.", labels=[*LABELS, "by"])
+        maps.add_metric([self._model, "helper"], stats.by_helper)
+        maps.add_metric([self._model, "engine"], stats.by_caller)
+        failures = CounterMetricFamily("lfm2serve:arena_failures", "Pieces that found no memory.", labels=LABELS)
+        failures.add_metric([self._model], stats.failed)
+        yield from (size, pieces, maps, failures)
 
     def _by_mark(self, cache: CacheStats) -> Iterator[Metric]:
         """What the prompt cache did with each kind of mark."""

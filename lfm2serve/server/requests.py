@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from lfm2serve.chat.reply_parts import Reading
+from lfm2serve.chat.tool_choice import ToolUse, tool_use
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.errors import from_validation
@@ -42,7 +45,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "moderation": (),
@@ -68,22 +70,6 @@ def screen(body: dict[str, Any], honoured: frozenset[str], inert: dict[str, tupl
             message = f"{name} is not supported" + (f" except as {allowed}" if allowed else "")
             raise InvalidRequest(message, param=name, code="unsupported_parameter")
     return kept
-
-
-def _refuse_tools(body: dict[str, Any]) -> dict[str, Any]:
-    """Tools are refused unless tool_choice "none" leaves them out of the prompt anyway."""
-    body = dict(body)
-    tools, choice = body.pop("tools", None), body.pop("tool_choice", None)
-    parallel = body.pop("parallel_tool_calls", None)
-    if tools is not None and not isinstance(tools, list):
-        raise InvalidRequest("tools: should be a list", param="tools")
-    if choice not in (None, "none", "auto"):
-        raise InvalidRequest('tool_choice is not supported; only "none" or "auto" is', param="tool_choice")
-    if tools and choice != "none":
-        raise InvalidRequest('tools are not supported; tool_choice "none" leaves them out', param="tools")
-    if not isinstance(parallel, bool | None):
-        raise InvalidRequest("parallel_tool_calls: should be a boolean", param="parallel_tool_calls")
-    return body
 
 
 class Strict(BaseModel):
@@ -167,6 +153,10 @@ class _Generation(Strict):
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    def fit(self, params: SamplingParams, prompts: Sequence[Prompt], context: int) -> SamplingParams:
+        """The parameters for these prompts in a context of so many tokens: the engine refuses what doesn't fit."""
+        return params
+
     def _params(self, runtime: Runtime, **more: Any) -> SamplingParams:
         asked = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True) | more
         if "logit_bias" in asked:
@@ -185,13 +175,17 @@ class ChatRequest(_Generation):
     top_logprobs: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
-
-    @classmethod
-    def parse(cls, body: dict[str, Any]) -> Self:
-        return super().parse(_refuse_tools(body))
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool = True
+    _tool_use: ToolUse = PrivateAttr(default_factory=ToolUse)
 
     @model_validator(mode="after")
     def _chat_rules(self) -> Self:
+        self._tool_use = tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
                 raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
@@ -204,14 +198,31 @@ class ChatRequest(_Generation):
         return self
 
     def prompts(self, runtime: Runtime) -> list[Prompt]:
-        check_switches(runtime, self.chat_template_kwargs)
+        use = self._tool_use
         conversation = runtime.conversation(
             self.messages,
             prompt_cache=self.prompt_cache,
+            tools=use.offered,
             add_generation_prompt=self.add_generation_prompt,
-            switches=self.chat_template_kwargs,
+            switches=self._switches(runtime),
         )
-        return [Prompt(conversation.token_ids, conversation=conversation)]
+        reading = Reading(use.offered, use.parallel, conversation.opens_thought, hidden=not self.include_reasoning)
+        return [Prompt(conversation.token_ids, conversation=conversation, reading=reading)]
+
+    def _switches(self, runtime: Runtime) -> dict[str, Any]:
+        """Variables for the template; how much to think is one where the template looks at it."""
+        switches = dict(self.chat_template_kwargs)
+        check_switches(runtime, switches)
+        known = known_switches(runtime)
+        if self.enable_thinking is not None:
+            _set_thinking(switches, "enable_thinking", self.enable_thinking, "enable_thinking", known)
+        if self.reasoning_effort is not None:
+            if "reasoning_effort" in known:
+                switches.setdefault("reasoning_effort", self.reasoning_effort)
+            else:
+                thinks = self.reasoning_effort != "none"
+                _set_thinking(switches, "enable_thinking", thinks, "reasoning_effort", known)
+        return switches
 
     def params(self, runtime: Runtime) -> SamplingParams:
         if not self.logprobs:
@@ -283,9 +294,21 @@ def text_ids(runtime: Runtime, text: str, add_special_tokens: bool) -> list[int]
     return ids
 
 
+def known_switches(runtime: Runtime) -> frozenset[str]:
+    return runtime.template.switches if runtime.template is not None else frozenset()
+
+
+def _set_thinking(switches: dict[str, Any], switch: str, value: bool, param: str, known: frozenset[str]) -> None:
+    if switch not in known:
+        message = f"{param}: the chat template has no switch for thinking; include_reasoning false hides the thought"
+        raise InvalidRequest(message, param=param, code="unsupported_parameter")
+    if switches.setdefault(switch, value) is not value:
+        raise InvalidRequest(f"{param} and chat_template_kwargs.{switch} differ", param=param)
+
+
 def check_switches(runtime: Runtime, switches: dict[str, Any]) -> None:
     """InvalidRequest for what isn't a variable of the checkpoint's chat template."""
-    known = runtime.template.switches if runtime.template is not None else frozenset()
+    known = known_switches(runtime)
     for name in switches:
         if name not in known:
             param = f"chat_template_kwargs.{name}"
@@ -302,11 +325,14 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("exactly one of prompt and messages is required", param="prompt")
+        if self.tools and self.messages is None:
+            raise InvalidRequest("tools are only allowed with messages", param="tools")
         if self.messages is not None and self.add_special_tokens:
             raise InvalidRequest("add_special_tokens is not supported with messages", param="add_special_tokens")
         return self
@@ -315,7 +341,10 @@ class TokenizeRequest(Strict):
         if self.messages is not None:
             check_switches(runtime, self.chat_template_kwargs)
             return runtime.encode_chat(
-                self.messages, add_generation_prompt=self.add_generation_prompt, **self.chat_template_kwargs
+                self.messages,
+                tools=tool_use(self.tools).offered,
+                add_generation_prompt=self.add_generation_prompt,
+                **self.chat_template_kwargs,
             )
         assert self.prompt is not None
         return runtime.encode_prompt(self.prompt, add_special_tokens=self.add_special_tokens is not False)

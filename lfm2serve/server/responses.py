@@ -10,6 +10,7 @@ from typing import Any
 
 from lfm2serve.chat.detokenize import Detokenizer
 from lfm2serve.chat.tokenizer import Tokenizer
+from lfm2serve.chat.tool_calls import ToolCallDelta
 from lfm2serve.outputs import Logprob
 from lfm2serve.reply import ReplyDelta
 from lfm2serve.server.errors import body_of
@@ -160,10 +161,11 @@ class ChatShape(_OpenAIShape):
             more = {"prompt_token_ids": reply.prompt.token_ids} if ids else {}
             yield self._chunk({"index": reply.index, "delta": first, "logprobs": None, "finish_reason": None}, **more)
         asked = (ids or self._request.logprobs) and delta.token_ids
-        if delta.text or delta.finish_reason is not None or asked:
+        gained = self._gained(delta)
+        if gained or delta.finish_reason is not None or asked:
             choice: dict[str, Any] = {
                 "index": reply.index,
-                "delta": {"content": delta.text} if delta.text or asked else {},
+                "delta": gained or ({"content": ""} if asked else {}),
                 "logprobs": self._logprobs(delta.token_ids, delta.logprobs) if delta.token_ids else None,
                 "finish_reason": delta.finish_reason,
             }
@@ -172,6 +174,17 @@ class ChatShape(_OpenAIShape):
             if ids:
                 choice["token_ids"] = delta.token_ids
             yield self._chunk(choice)
+
+    def _gained(self, delta: ReplyDelta) -> dict[str, Any]:
+        """A chunk's delta: what is said, thought and called."""
+        gained: dict[str, Any] = {}
+        if delta.text:
+            gained["content"] = delta.text
+        if delta.reasoning:
+            gained["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            gained["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
+        return gained
 
     def _logprobs(self, ids: Sequence[int], steps: Sequence[dict[int, Logprob]] | None) -> dict[str, Any] | None:
         if not self._request.logprobs or steps is None:
@@ -190,6 +203,14 @@ class ChatShape(_OpenAIShape):
             "logprob": value.logprob,
             "bytes": list(self._tokenizer.token_bytes(token)),
         }
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """What a call gained; its first piece says which call it is."""
+    function: dict[str, Any] = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": {"name": call.name, **function}}
 
 
 class CompletionShape(_OpenAIShape):

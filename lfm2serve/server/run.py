@@ -13,6 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from lfm2serve.errors import Lfm2Error
+from lfm2serve.server.answer import ServerState
 
 KEEP_ALIVE_S = 75  # of idle connections; longer than clients keep theirs, so that they never write to a closed one
 LAST_WORDS_S = 5  # for replies that were cut short to reach their clients
@@ -32,13 +33,14 @@ def listen(host: str, port: int) -> socket.socket:
 class _Server(uvicorn.Server):
     """uvicorn, with a bound on the drain after which replies end with an error rather than a broken connection."""
 
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], None], drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, drain_s: float) -> None:
         super().__init__(config)
-        self._stop = stop
+        self._state = state
         self._drain_s = drain_s
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        bound = asyncio.get_running_loop().call_later(self._drain_s, self._stop)
+        self._state.drain()
+        bound = asyncio.get_running_loop().call_later(self._drain_s, self._state.stop)
         try:
             await super().shutdown(sockets)
         finally:
@@ -81,7 +83,7 @@ def run(
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(drain_s) + LAST_WORDS_S,
     )
-    server = _Server(config, app.state.server.stop, drain_s)
+    server = _Server(config, app.state.server, drain_s)
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{listener.getsockname()[1]}"
 

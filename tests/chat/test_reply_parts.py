@@ -168,7 +168,7 @@ def test_text_streams_on_beside_calls(tokenizer: Tokenizer) -> None:
 def test_stop_strings_may_be_sentinels(tokenizer: Tokenizer, include: bool) -> None:
     raw = f"<think>a</think>b{TS}[f(x=1)]{TE} c"
     for stop, text, reasoning, calls in (("</think>", "", "a", []), (TE, "b", "a", [F]), (" c", "b", "a", [F])):
-        builder, deltas = play(tokenizer, tokenizer.encode(raw), stop=[stop], include_stop_str_in_output=include)
+        builder, _ = play(tokenizer, tokenizer.encode(raw), stop=[stop], include_stop_str_in_output=include)
         shown = " c" if include and stop == " c" else ""
         assert builder.text == text + shown.replace(" ", "\n") and builder.reasoning == reasoning
         assert calls_of(builder) == calls

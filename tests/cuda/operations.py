@@ -414,6 +414,8 @@ def random_controls(rng: np.random.Generator, n: int, width: int, vocab: int) ->
         ban_id=ban_id,
         ahead_start=ahead_start,
         ahead_id=ahead_id,
+        mask_row=np.where(rng.random(n) < 0.4, rng.permutation(n), -1).astype(i32),
+        mask=rng.integers(0, 2**32, (n, -(-vocab // 32)), np.uint32),
         vocab=vocab,
         top_n=pick(-1, 0, 3, dtype=i32),
     )
@@ -431,6 +433,7 @@ CONTROLS = (
     "choice",
     "position",
     "slot",
+    "mask_row",
 )
 LISTS = ("bias_start", "bias_id", "bias_value", "ban_start", "ban_id", "ahead_start", "ahead_id", "top_n")
 
@@ -446,8 +449,8 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
     run(
         sample.sample, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab),
         np.full(n * width, np.nan, np.float32), *(getattr(rows, name) for name in CONTROLS),
-        rows.prompt_seen.reshape(-1), counts, *(getattr(rows, name) for name in LISTS), i32(most), drawn, token,
-        logprob, rank, top_ids, top,
+        rows.mask.reshape(-1), i32(rows.mask.shape[1]), rows.prompt_seen.reshape(-1), counts,
+        *(getattr(rows, name) for name in LISTS), i32(most), drawn, token, logprob, rank, top_ids, top,
     )  # fmt: skip
     for row in range(n):
         allowed = possible_draws(logits, rows, row)

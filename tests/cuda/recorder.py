@@ -9,6 +9,7 @@ import numpy as np
 
 from kernels_numba.cuda import driver
 from kernels_numba.cuda.driver import DeviceArray
+from kernels_numba.cuda.scratch import Activations
 
 
 class Recorder:
@@ -68,6 +69,7 @@ class Recorder:
 def _bind(
     device: Recorder, kernel: Any, grid: Any, block: int, arguments: Any, shared: int = 0, dependent: bool = False
 ) -> Any:
+    arguments = [a.array if isinstance(a, Activations) else a for a in arguments]
     assert len(arguments) == len(kernel.arguments), (
         f"{kernel.name}: {len(arguments)} of {len(kernel.arguments)} arguments"
     )

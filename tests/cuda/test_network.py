@@ -97,7 +97,7 @@ def greedy(n: int, slots: Sequence[int], vocab: int, **fields: Any) -> SampleRow
         position=fill(0, np.uint32), slot=np.array(slots, np.int32), prompt_seen=np.zeros((SLOTS, vocab), np.uint8),
         output_count=np.zeros((SLOTS, vocab), np.int32), bias_start=starts, bias_id=none,
         bias_value=np.zeros(0, np.float32), ban_start=starts, ban_id=none, ahead_start=starts, ahead_id=none,
-        vocab=vocab, top_n=fill(-1, np.int32),
+        mask_row=fill(-1, np.int32), mask=np.zeros((0, 1), np.uint32), vocab=vocab, top_n=fill(-1, np.int32),
     )  # fmt: skip
     return rows._replace(**fields)
 

@@ -197,6 +197,9 @@ def kept_weights(logits: NDArray[np.float32], rows: SampleRows, row: int) -> NDA
     for i in range(rows.bias_start[row], rows.bias_start[row + 1]):
         z[rows.bias_id[i]] += rows.bias_value[i]
     z[rows.ban_id[rows.ban_start[row] : rows.ban_start[row + 1]]] = -np.inf
+    if rows.mask_row[row] >= 0:
+        allowed = np.unpackbits(rows.mask[rows.mask_row[row]].view(np.uint8), bitorder="little")[: rows.vocab]
+        z[allowed == 0] = -np.inf
     seen = rows.prompt_seen[rows.slot[row], : rows.vocab].astype(bool)
     ahead = rows.ahead_id[rows.ahead_start[row] : rows.ahead_start[row + 1]]  # drafts before this row count as drawn
     counts = rows.output_count[rows.slot[row], : rows.vocab] + np.bincount(ahead, minlength=rows.vocab)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,20 @@ def sample_rows(n: int, vocab: int, width: int, **given_fields: Any) -> SampleRo
     ahead = given_fields.pop("ahead", [[]] * n)
     fields["ahead_start"] = np.cumsum([0] + [len(a) for a in ahead]).astype(np.int32)
     fields["ahead_id"] = np.array([i for a in ahead for i in a], np.int32)
+    masks = given_fields.pop("masks", [None] * n)
+    fields["mask_row"] = np.array([-1 if mask is None else i for i, mask in enumerate(masks)], np.int32)
+    fields["mask"] = np.array([packed(range(vocab) if mask is None else mask, vocab) for mask in masks], np.uint32)
     fields["prompt_seen"] = given_fields.pop("prompt_seen", np.zeros((1, width), np.uint8))
     fields["output_count"] = given_fields.pop("output_count", np.zeros((1, width), np.int32))
     assert not given_fields
     return SampleRows(vocab=vocab, **fields)
+
+
+def packed(ids: Iterable[int], vocab: int) -> np.ndarray:
+    """Ids as bits."""
+    bits = np.zeros(-(-vocab // 32) * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
 
 
 def sample(logits: np.ndarray, **fields: Any) -> SampleResult:
@@ -113,6 +124,7 @@ def test_draws_equal_the_twin() -> None:
         output_count=(rng.random((slots, width)) < 0.2) * rng.integers(1, 5, (slots, width)).astype(np.int32),
         biases=[{int(i): float(rng.standard_normal()) for i in rng.integers(0, vocab, i % 3)} for i in range(n)],
         bans=[rng.integers(0, vocab, i % 4).tolist() for i in range(n)],
+        masks=[np.flatnonzero(rng.random(vocab) < 0.4) if i % 3 == 0 else None for i in range(n)],
     )
     token = CpuBackend("bfloat16", THREADS).sample(logits, rows).token
     expected = np.array([draw(logits, rows, i) for i in range(n)])

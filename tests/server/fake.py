@@ -15,6 +15,7 @@ from lfm2serve.config import GenerationDefaults, ModelConfig
 from lfm2serve.counters import CacheStats, EngineCounters, EngineStats
 from lfm2serve.devices import find_device
 from lfm2serve.errors import EngineDead, Lfm2Error
+from lfm2serve.memory.arena import Arena
 from lfm2serve.memory.pages import Census
 from lfm2serve.memory.plan import make_plan
 from lfm2serve.memory.prompt_cache import CacheCounters, Mark
@@ -53,6 +54,7 @@ class FakeEngine:
         self.submitted: list[dict[str, Any]] = []
         self.cancels: list[int] = []
         self.served: dict[str, Any] = {}  # further metrics of every stream
+        self.arena = Arena(self.pages, 1)
         self.told: list[tuple[int, list[int] | None]] = []  # what comes back of each stream; None: nothing
         self._streams: dict[int, FakeStream] = {}
         self._changed = threading.Condition()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lfm2serve.server.dialects.fields import Body, Hint, as_chat, refuse, text_as
+from lfm2serve.sampling import SamplingParams
+from lfm2serve.server.dialects.fields import Body, Hint, as_chat, list_or_text, refuse, thinking_fields
+from lfm2serve.server.group import Prompt
 from lfm2serve.server.requests import ChatRequest, Strict
 
 NAMES = {"response_format": "output_config.format"}
 ERROR_MARK = "Error: "  # before the result of a tool that failed; templates have no other place for it
+
+TEXT_BLOCKS = list_or_text(lambda text: {"type": "text", "text": text})
 
 
 class _Block(Strict):
@@ -49,7 +53,7 @@ class ToolUseBlock(_Block):
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[list[TextBlock], *text_as("text")] = []
+    content: Annotated[list[TextBlock], *TEXT_BLOCKS] = Field(default_factory=list)
     is_error: bool | None = None
     toolset_name: Hint = None
 
@@ -61,7 +65,7 @@ Block = Annotated[
 
 class Message(Strict):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[Block], *text_as("text")]
+    content: Annotated[list[Block], *TEXT_BLOCKS]
 
 
 class Tool(Strict):
@@ -99,17 +103,30 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    effort: Hint = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
+
+
+class BoundedChat(ChatRequest):
+    """A chat whose max_tokens is what its client can take at most: the context may end the reply before."""
+
+    def fit(self, params: SamplingParams, prompts: Sequence[Prompt], context: int) -> SamplingParams:
+        room = context - max(len(prompt.token_ids) for prompt in prompts)
+        if params.max_tokens is None or params.max_tokens <= room or room < 1:
+            return params
+        return params.with_(max_tokens=room)
 
 
 class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens."""
 
+    tags = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
+    inert: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
+
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
-    system: Annotated[list[TextBlock], *text_as("text")] = []
-    tools: list[Tool] = []
+    system: Annotated[list[TextBlock], *TEXT_BLOCKS] = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -124,9 +141,11 @@ class CountTokensRequest(Body):
         """Whether the client asked for thinking blocks; without them the model may think all the same."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
-    def chat(self, **more: Any) -> ChatRequest:
-        """The chat that this is. InvalidRequest: what a chat can't say."""
-        return as_chat({**self._extras(), **self._chat_fields(), **more}, NAMES)
+    def chat(self, switches: frozenset[str]) -> ChatRequest:
+        """The chat that this is. switches: the template's. InvalidRequest: what a chat can't say."""
+        effort = self.output_config.effort if self.output_config is not None else None
+        thinking = thinking_fields(switches, effort=effort, on=self.shows_thoughts)
+        return as_chat(BoundedChat, {**self._extras(), **self._chat_fields(), **thinking}, NAMES)
 
     def _chat_fields(self) -> dict[str, Any]:
         if self.messages[-1].role == "assistant":
@@ -137,6 +156,7 @@ class CountTokensRequest(Body):
             "model": self.model,
             "messages": [*head, *chat_messages(self.messages)],
             "tools": [_chat_tool(tool, f"tools[{at}]") for at, tool in enumerate(self.tools)] or None,
+            "include_reasoning": self.shows_thoughts,
             **self._choice(),
             **self._format(),
         }
@@ -164,7 +184,7 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] = []
+    stop_sequences: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None

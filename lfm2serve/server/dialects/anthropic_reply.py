@@ -31,24 +31,24 @@ class MessageShape(Shape):
     named_events = True
 
     def __init__(self, request: MessagesRequest, model: str, seed: int) -> None:
-        self._shows_thoughts = request.shows_thoughts
         self._omits_thoughts = request.thinking is not None and request.thinking.display == "omitted"
-        self._parts = PartStream(thoughts=self._shows_thoughts)
+        self._max_tokens = request.max_tokens
+        self._parts = PartStream()
         self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant", "model": model}
         self._seed = seed
         self._begun = False
 
     def whole(self, replies: Sequence[Reply]) -> dict[str, Any]:
         [reply] = replies
-        blocks = [self._block(part) for part in parts_of(reply.builder, thoughts=self._shows_thoughts)]
+        blocks = [self._block(part) for part in parts_of(reply.builder)]
         return {**self._head, "content": blocks, **self._end(reply), "usage": usage(reply)}
 
     def chunks(self, reply: Reply, delta: ReplyDelta) -> Iterable[dict[str, Any]]:
         if not self._begun:
             self._begun = True
             counts = {**usage(reply), "output_tokens": 0}
-            message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": counts}
-            yield {"type": "message_start", "message": message}
+            nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+            yield {"type": "message_start", "message": {**self._head, **nothing, "usage": counts}}
         for step, part, piece in self._parts.take(delta):
             yield from self._events(step, part, piece)
 
@@ -93,15 +93,15 @@ class MessageShape(Shape):
     def _end(self, reply: Reply) -> dict[str, Any]:
         stop = reply.builder.stop_reason
         told = {**extension(reply)["lfm2serve"], "seed": self._seed}
-        reason = stop_reason(reply.builder)
+        reason = stop_reason(reply.builder, self._max_tokens)
         sequence = stop if reason == "stop_sequence" else None
         return {"stop_reason": reason, "stop_sequence": sequence, "lfm2serve": told}
 
 
-def stop_reason(built: ReplyBuilder) -> str:
+def stop_reason(built: ReplyBuilder, max_tokens: int) -> str:
     """Why a reply ended, in Anthropic's words."""
     if built.finish_reason == "length":
-        return "max_tokens"
+        return "max_tokens" if len(built.token_ids) >= max_tokens else "model_context_window_exceeded"
     if built.finish_reason == "tool_calls":
         return "tool_use"
     return "stop_sequence" if isinstance(built.stop_reason, str) else "end_turn"

@@ -3,46 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.server.errors import field_path, from_validation
-from lfm2serve.server.requests import ChatRequest, Strict
-
-TAGGED = frozenset({"content", "input", "output", "system", "tools"})  # lists whose items are told apart by their type
+from lfm2serve.server.requests import ChatRequest, Strict, screen
 
 # What protocols define as notes to the server that no reply depends on.
 Hint = Annotated[Any, Field(description="Accepted; no reply depends on it.")]
 
 
 class Body(Strict):
-    """A dialect's request. The fields that aren't in its protocol mean what they mean in a chat."""
+    """A dialect's request. The fields that aren't in its protocol mean what they mean in a chat.
+
+    tags: the types of items by which pydantic tells them apart; it puts them into the paths of its complaints.
+    inert: fields that aren't honoured, with the values that ask for nothing.
+    """
+
+    tags: ClassVar[frozenset[str]] = frozenset()
+    inert: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     seed: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     draft: bool = True
     prompt_cache: bool = True
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
         try:
-            return cls.model_validate({name: value for name, value in body.items() if value is not None})
+            return cls.model_validate(screen(body, frozenset(cls.model_fields), cls.inert))
         except ValidationError as error:
-            raise _complaint(error) from None
+            raise _complaint(error, cls.tags) from None
 
     def _extras(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in Body.model_fields}
 
 
-def as_chat(body: dict[str, Any], names: dict[str, str]) -> ChatRequest:
+def thinking_fields(known: frozenset[str], *, effort: str | None = None, on: bool | None = None) -> dict[str, Any]:
+    """The chat's fields for how much to think, where the template has a switch for it; models without one think as
+    they always do."""
+    fields: dict[str, Any] = {}
+    if effort is not None and not known.isdisjoint(("reasoning_effort", "enable_thinking")):
+        fields["reasoning_effort"] = effort
+    if on is not None and "enable_thinking" in known and "reasoning_effort" not in fields:
+        fields["enable_thinking"] = on
+    return fields
+
+
+Chat = TypeVar("Chat", bound=ChatRequest)
+
+
+def as_chat(kind: type[Chat], body: dict[str, Any], names: dict[str, str]) -> Chat:
     """The chat that a request comes down to. names: what the dialect calls a chat's fields, for complaints."""
     try:
-        return ChatRequest.parse({name: value for name, value in body.items() if value is not None})
+        return kind.parse({name: value for name, value in body.items() if value is not None})
     except InvalidRequest as error:
         param, message = error.param or "", error.message
         for ours, theirs in names.items():
@@ -55,18 +74,18 @@ def refuse(at: str, problem: str) -> InvalidRequest:
     return InvalidRequest(f"{at}: {problem}", param=at)
 
 
-def text_as(kind: str) -> tuple[BeforeValidator, Any]:
-    """For lists of tagged items that may also be one string: it is taken as one item of the type `kind`."""
+def list_or_text(item: Callable[[str], dict[str, Any]]) -> tuple[BeforeValidator, Any]:
+    """For lists that may also be one string, which stands for the one item that `item` makes of it."""
 
     def listed(value: Any) -> Any:
         if isinstance(value, str):
-            return [{"type": kind, "text": value}]
+            return [item(value)]
         if not isinstance(value, list):
             raise PydanticCustomError("text_or_list", "should be a string or a list of objects")
         return value
 
     def both(schema: dict[str, Any]) -> None:
-        array = {name: schema.pop(name) for name in ("type", "items") if name in schema}
+        array = {name: schema.pop(name) for name in ("type", "items", "minItems") if name in schema}
         schema["anyOf"] = [{"type": "string"}, array]
 
     return BeforeValidator(listed), Field(json_schema_extra=both)
@@ -83,21 +102,22 @@ def kind_or(default: Callable[[dict[str, Any]], str]) -> Callable[[Any], str | N
     return kind
 
 
-def _complaint(error: ValidationError) -> InvalidRequest:
-    """pydantic's first complaint, without the types that it puts into the paths of tagged items."""
+def _complaint(error: ValidationError, tags: frozenset[str]) -> InvalidRequest:
+    """pydantic's first complaint as one line that names the field."""
     first = error.errors(include_url=False, include_input=False)[0]
-    at = field_path(_untagged(first["loc"]))
+    found = first["loc"]
+    at = field_path(tuple(part for place, part in enumerate(found) if not _is_tag(found, place, tags)))
     if first["type"] == "union_tag_invalid":
         context = first["ctx"]
         return refuse(f"{at}.type", f"{context['tag'][:64]!r} is not supported; use {context['expected_tags']}")
     if first["type"] == "union_tag_not_found":
         return refuse(f"{at}.type", "is missing")
     plain = from_validation(error)
-    return InvalidRequest(plain.message.replace(field_path(first["loc"]), at, 1), param=at or None, code=plain.code)
+    return InvalidRequest(plain.message.replace(field_path(found), at, 1), param=at or None, code=plain.code)
 
 
-def _untagged(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    def is_tag(at: int) -> bool:
-        return at >= 2 and isinstance(location[at - 1], int) and location[at - 2] in TAGGED
-
-    return tuple(part for at, part in enumerate(location) if isinstance(part, int) or not is_tag(at))
+def _is_tag(location: tuple[int | str, ...], place: int, tags: frozenset[str]) -> bool:
+    """Whether a part of a path is an item's type: it stands between the item's place and what is wrong in it."""
+    if not 0 < place < len(location) - 1:
+        return False
+    return location[place] in tags and (isinstance(location[place - 1], int) or location[place - 1] == "tool_choice")
