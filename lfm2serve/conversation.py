@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lfm2serve.chat.prompt import ChatPrompt
+from lfm2serve.chat.reply_parts import Reading
 from lfm2serve.chat.template import ChatTemplate
+from lfm2serve.chat.tool_choice import ToolUse
 from lfm2serve.engine import Engine
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.memory.marks import chat_marks
 from lfm2serve.reply import ReplyBuilder
+from lfm2serve.structured import Thinking
 
 log = logging.getLogger("lfm2serve.cache")
 
@@ -33,8 +36,8 @@ def message_of(reply: ReplyBuilder) -> dict[str, Any]:
 class Conversation:
     """Messages as they were sent.
 
-    token_ids: the prompt. opens_thought: it ends inside a thought, where the reply goes on. marks: where its states
-    are kept (none with keeps False, which spares the rendering too).
+    token_ids: the prompt. thinking: whether the reply begins with a thought. marks: where its states are kept (none
+    with keeps False, which spares the rendering too).
     After each of its replies one of `answered` and `abandoned` is due; both may be called from any thread.
     """
 
@@ -58,8 +61,14 @@ class Conversation:
         how: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **self._how}
         prompt = template.prompt(messages, **how) if keeps else ChatPrompt(template.encode(messages, **how))
         self.token_ids = prompt.ids
-        self.opens_thought = add_generation_prompt and template.opens_thought(prompt.ids)
+        self.thinking = Thinking.MAYBE if template.knows_thoughts else Thinking.NEVER
+        if add_generation_prompt and template.opens_thought(prompt.ids):
+            self.thinking = Thinking.OPENED
         self.marks = chat_marks(prompt)
+
+    def reading(self, use: ToolUse, hidden: bool = False) -> Reading:
+        """How its replies are read. hidden: without their thoughts."""
+        return Reading(use.offered, use.parallel, self.thinking is Thinking.OPENED, hidden)
 
     def answered(self, stream_id: int, message: Mapping[str, Any]) -> None:
         """Tell the engine what the client will send back: its messages, and the reply as it got it.

@@ -140,9 +140,12 @@ class Engine:
             self._commands.put(partial(self._arrive, stream))
         return stream.id
 
-    def cancel(self, stream_id: int) -> None:
-        """End a stream soon with finish_reason "abort"; harmless when it has ended or never was."""
-        self._commands.put(partial(self._cancel, stream_id))
+    def cancel(self, stream_id: int, *, whole: bool = False) -> None:
+        """End a stream soon with finish_reason "abort"; harmless when it has ended or never was.
+
+        whole: its reply is complete as it is, since a stop string ended it; it ends with "stop", and its end is kept.
+        """
+        self._commands.put(partial(self._cancel, stream_id, "stop" if whole else "abort"))
 
     def returned(self, stream_id: int, token_ids: Sequence[int]) -> None:
         """Say how a chat goes on: the conversation with this stream's reply, as the client will send it back, without
@@ -296,9 +299,9 @@ class Engine:
                 if stream.tokens[: late.prompt_len] == late.tokens:
                     self._finish(late, "abort")
 
-    def _cancel(self, stream_id: int) -> None:
+    def _cancel(self, stream_id: int, reason: str) -> None:
         if stream_id in self._streams:
-            self._finish(self._streams[stream_id], "abort")
+            self._finish(self._streams[stream_id], reason)
 
     def _returned(self, stream_id: int, tokens: list[int]) -> None:
         """Keep a reply's end, or queue the pass that prepares the next turn's start."""
@@ -307,6 +310,13 @@ class Engine:
         rows = len(tokens) + SLACK_ROWS
         if len(tokens) >= self.context or rows > self._pool.capacity_rows or self._closing:
             return
+        self._counters.warm_passes += 1
+        self._prepare(tokens)
+        if len(self._scheduler.background) > MAX_BACKGROUND:
+            self._finish(self._scheduler.background[0], "abort")
+
+    def _prepare(self, tokens: list[int]) -> None:
+        """Queue the background pass that keeps the state behind these tokens."""
         stream = Stream(
             next(self._ids), tokens, SamplingParams(), _nobody,
             max_tokens=0, seed=0, choice=0, eos_token_ids=self._eos,
@@ -314,18 +324,17 @@ class Engine:
         )  # fmt: skip
         with self._settled:
             self._open += 1
-        self._counters.warm_passes += 1
         self._arrive(stream)
-        if len(self._scheduler.background) > MAX_BACKGROUND:
-            self._finish(self._scheduler.background[0], "abort")
 
     def _admit(self) -> None:
         """Give leases and slots to those who can have them; what is in their way and only prepares, gives way."""
         scheduler = self._scheduler
         admitted = self._seated()
         if scheduler.waiting and scheduler.warming is not None:
-            self._finish(scheduler.warming, "abort")
+            put_off = scheduler.warming
+            self._finish(put_off, "abort")
             admitted += self._seated()
+            self._prepare(put_off.tokens)
         try:
             warming = scheduler.admit_background()
         except ArenaMemory:

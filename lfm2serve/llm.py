@@ -19,6 +19,7 @@ from lfm2serve.counters import CacheStats
 from lfm2serve.engine import Engine
 from lfm2serve.errors import EngineDead, InvalidRequest
 from lfm2serve.memory.pages import Census
+from lfm2serve.memory.plan import MemoryPlan
 from lfm2serve.options import EngineOptions
 from lfm2serve.outputs import RequestOutput
 from lfm2serve.replies import Replies, Request
@@ -170,6 +171,11 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         return self._open_runtime().tokenizer
 
+    @property
+    def memory(self) -> MemoryPlan:
+        """Where the memory is: a table in a notebook, `str(...)` elsewhere, `to_dict()` for numbers."""
+        return self._open_runtime().memory
+
     def census(self) -> Census:
         """Who holds which K/V pages at this moment."""
         return self._open_runtime().engine.census()
@@ -220,6 +226,7 @@ class LLM:
             seed=new_seed() if params.seed is None else params.seed,
             conversation=prompt.conversation,
             reading=prompt.reading,
+            grammar=self._open_runtime().grammars.grammar(params, prompt.use),
             prompt_cache=prompt_cache,
             draft=draft,
         )
@@ -312,12 +319,13 @@ class PromptCacheView:
 @dataclass(frozen=True, slots=True)
 class _Encoded:
     """A prompt: its text (None where ids were given), its ids, and the conversation that it is of, if any, with how its
-    replies are read."""
+    replies are read and which tools they may use."""
 
     text: str | None
     token_ids: list[int]
     conversation: Conversation | None = None
     reading: Reading | None = None
+    use: ToolUse | None = None
 
 
 def _is_list(value: object) -> bool:
@@ -388,8 +396,8 @@ def _encode_chat(
         switches=switches,
     )
     ids = conversation.token_ids
-    reading = Reading(use.offered, use.parallel, conversation.opens_thought)
-    return _Encoded(runtime.tokenizer.decode(ids, skip_special_tokens=False), ids, conversation, reading)
+    text = runtime.tokenizer.decode(ids, skip_special_tokens=False)
+    return _Encoded(text, ids, conversation, conversation.reading(use), use)
 
 
 def _params_list(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

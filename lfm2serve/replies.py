@@ -14,6 +14,7 @@ from lfm2serve.reply import ReplyBuilder, ReplyDelta
 from lfm2serve.runtime import Runtime
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.stream import StreamEvent
+from lfm2serve.structured import Grammar, Thinking
 
 ALIVE_CHECK_S = 1.0  # how often a wait for tokens looks whether the engine still lives
 
@@ -36,7 +37,8 @@ class Choice:
 class Request:
     """One prompt of a call, and the conversation that it is of, if any, with how its replies are read.
 
-    Its choices share the seed and differ by their index. prompt_cache and draft may switch these off.
+    Its choices share the seed and differ by their index. prompt_cache and draft may switch these off. grammar: what
+    they follow.
     """
 
     request_id: str
@@ -46,6 +48,7 @@ class Request:
     seed: int
     conversation: Conversation | None = None
     reading: Reading | None = None
+    grammar: Grammar | None = None
     prompt_cache: bool = True
     draft: bool = True
     choices: list[Choice] = field(default_factory=list)
@@ -104,6 +107,7 @@ class Replies:
             choice.ended = event.finish_reason is not None
             queue.put((request, choice, event))
 
+        thinking = request.conversation.thinking if request.conversation is not None else Thinking.NEVER
         choice.stream_id = engine.submit(
             request.prompt_token_ids,
             request.params,
@@ -113,6 +117,7 @@ class Replies:
             marks=request.conversation.marks if request.conversation is not None else None,
             prompt_cache=request.prompt_cache,
             draft=request.draft,
+            constraint=request.grammar.start(thinking) if request.grammar is not None else None,
         )
 
     @property
@@ -133,7 +138,7 @@ class Replies:
             raise event.error
         delta = choice.builder.feed(event)
         if choice.builder.finish_reason is not None and not choice.ended and not choice.cancelled:
-            self._cancel(choice)  # a stop string: the engine doesn't know of it
+            self._cancel(choice, whole=True)  # a stop string: the engine doesn't know of it
         if delta.finish_reason in ("stop", "tool_calls", "length") and request.conversation is not None:
             assert choice.stream_id is not None
             request.conversation.answered(choice.stream_id, message_of(choice.builder))
@@ -173,7 +178,7 @@ class Replies:
             request.unread = 0
         self.ended_requests = len(self._requests)
 
-    def _cancel(self, choice: Choice) -> None:
+    def _cancel(self, choice: Choice, whole: bool = False) -> None:
         choice.cancelled = True
         if choice.stream_id is not None:
-            self._engine.cancel(choice.stream_id)
+            self._engine.cancel(choice.stream_id, whole=whole)

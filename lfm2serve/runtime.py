@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from lfm2serve.model import Model
 from lfm2serve.options import EngineOptions
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.sources import find_source
+from lfm2serve.structured import Grammars
 
 log = logging.getLogger("lfm2serve")
 
@@ -45,6 +46,11 @@ class Runtime:
     plan: MemoryPlan
     engine: Engine
     backend: Backend
+    grammars: Grammars = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        eos = {*self.config.eos_token_ids, *self.generation.eos_token_ids}
+        self.grammars = Grammars(self.tokenizer, self.config.vocab_size, eos)
 
     @property
     def memory(self) -> MemoryPlan:

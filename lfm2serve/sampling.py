@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from json import loads
+from typing import Any, NoReturn
 
 from lfm2serve.errors import InvalidRequest
 
@@ -13,6 +14,51 @@ MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_CHOICES = 128
 GREEDY_BELOW = 1e-5  # temperatures below this draw the most likely token, as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """What a reply's text must be; exactly one of the first five. In vLLM's names.
+
+    json: a JSON schema, as an object or its text. regex: matches the whole reply. choice: one of these texts. grammar:
+    Lark, or GBNF. json_object: any JSON object. The others are for JSON: no whitespace between its tokens; no
+    properties but those that are named; whitespace_pattern: a regex of the whitespace that is allowed (by default 24
+    characters at most).
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar", "json_object")
+        given = [name for name in kinds if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            _refuse(f"exactly one of {', '.join(kinds)} is wanted, got {', '.join(given) or 'none'}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                _refuse(f"{name} must be a string that isn't empty")
+        if self.choice is not None:
+            listed = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
+            if not listed or not self.choice or not all(isinstance(text, str) and text for text in self.choice):
+                _refuse("choice must be a list of strings, none of them empty")
+        if isinstance(self.json, str):
+            try:
+                loads(self.json)
+            except (ValueError, RecursionError) as error:
+                _refuse(f"json is not valid JSON: {error}")
+        elif self.json is not None and not isinstance(self.json, Mapping):
+            _refuse("json must be a schema: an object, or its text")
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise InvalidRequest(f"structured_outputs: {problem}", param="structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +71,7 @@ class SamplingParams:
     max_tokens None: what the context, the engine's default and the pool allow.
     logprobs / prompt_logprobs: None = off, k = the chosen token's and the k most likely ones', of the raw logits.
     stop: strings that end the reply (left out of the text unless include_stop_str_in_output).
+    structured_outputs: what the text must be (behind a chat's thought); needs the extra `structured`.
     """
 
     n: int = 1
@@ -46,6 +93,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         set_field = object.__setattr__
@@ -85,6 +133,9 @@ class SamplingParams:
         whole("min_tokens", 0)
         whole("logprobs", 0, MAX_LOGPROBS, optional=True)
         whole("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        structure = self.structured_outputs
+        ok = structure is None or isinstance(structure, StructuredOutputsParams)
+        check(ok, "structured_outputs", "must be StructuredOutputsParams")
         check(len(stop) <= MAX_STOPS, "stop", f"at most {MAX_STOPS} strings")
         check(all(isinstance(s, str) and s for s in stop), "stop", "must be non-empty strings")
         check(all(isinstance(t, int) and t >= 0 for t in self.stop_token_ids), "stop_token_ids", "must be token ids")

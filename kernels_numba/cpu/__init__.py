@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -431,6 +432,12 @@ class CpuBackend:
             scratch = (self._space("adjusted", (parts, width)), *self._sampling_space(parts, width))
             _sample.sample(self._team.state, logits, controls, tables, lists, rows.vocab, scratch, tuple(result), parts)
         return result
+
+    def timed(self, work: Callable[[], object]) -> float:
+        """Seconds that `work` takes."""
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
 
     def decode_rounds(
         self,

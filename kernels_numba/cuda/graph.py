@@ -170,7 +170,7 @@ class _Bucket:
         controls = [inputs[name] for name in (*CONTROLS, *LISTS, "top_n")]
         result = split_results(self.result, self.rows, MOST_TOP)
         rounds.backend.draw(
-            self.logits, rounds.vocab, controls, tables.prompt_seen, tables.output_count, MOST_TOP, result
+            self.logits, rounds.vocab, controls, tables.prompt_seen, tables.output_count, MOST_TOP, result, rounds.masks
         )
 
     def close(self, backend: CudaBackend) -> None:
@@ -289,6 +289,8 @@ class DecodeRounds:
         backend.send_page_table(page_table, np.zeros(0, np.int32))
         largest = max(buckets)
         self.logits = backend.scratch.take((largest, width), "f32")
+        self.masks = backend.allocate((largest, -(-width // 32)), "u32")
+        self._masks = [PinnedBuffer(self.masks.nbytes) for _ in range(ROUNDS)]
         self._results = [PinnedBuffer(largest * (3 + 2 * MOST_TOP) * 4) for _ in range(ROUNDS)]
         self._networks = [backend.device.event(timing=False) for _ in range(ROUNDS)]
         self._draws = [backend.device.event(timing=False) for _ in range(ROUNDS)]
@@ -310,10 +312,11 @@ class DecodeRounds:
         buckets, self.buckets = self.buckets, []
         for bucket in buckets:
             bucket.close(self.backend)
-        results, self._results = self._results, []
-        for pinned in results:
-            pinned.free()
-        self.__dict__.pop("logits", None)
+        pinned, self._results, self._masks = [*self._results, *self._masks], [], []
+        for buffer in pinned:
+            buffer.free()
+        if self.__dict__.pop("logits", None) is not None:
+            self.backend.free(self.masks)
 
     def fits(self, batch: Batch) -> bool:
         """Whether a graph can run this batch."""
@@ -340,15 +343,18 @@ class DecodeRounds:
         return Round(bucket, len(batch.tokens), turn, self._networks[turn])
 
     def draw(self, begun: Round, rows: SampleRows) -> None:
-        """Queue the draw of a token behind each of a round's rows; without a graph where the wishes are too many, or
-        where rows are masked."""
+        """Queue the draw of a token behind each of a round's rows; without a graph where the wishes are too many."""
         be, bucket, turn = self.backend, begun.bucket, begun.turn
         most = max(0, int(rows.top_n.max(initial=-1)))
         entries = max(len(rows.bias_id), len(rows.ban_id), len(rows.ahead_id))
-        if most > MOST_TOP or entries > LIST_ENTRIES or len(rows.mask):
+        if most > MOST_TOP or entries > LIST_ENTRIES:
             begun.drawn(be.sample(bucket.logits.part(0, begun.count), rows))
             return
         self.tables.flush()
+        if len(rows.mask):
+            words = self._masks[turn].array.view(np.uint32).reshape(self.masks.shape)
+            words[: len(rows.mask)] = rows.mask
+            call("cuMemcpyHtoDAsync", self.masks.pointer, self._masks[turn].pointer, rows.mask.nbytes, be.stream.handle)
         fill_draw(bucket.draw.hosts[turn], bucket.rows, rows)
         bucket.draw.send(turn)
         call("cuGraphLaunch", bucket.graphs[1], be.stream.handle)

@@ -23,6 +23,11 @@ class Scratch:
         self._free = [(0, self.nbytes)]  # (offset, bytes), ascending, never adjacent
 
     @property
+    def memory(self) -> DeviceArray:
+        """All of it."""
+        return self._memory
+
+    @property
     def free_bytes(self) -> int:
         return sum(size for _, size in self._free)
 

@@ -200,3 +200,25 @@ def _print_receipt(report: Receipt | ChatReport, as_json: bool, what: str = ", r
             Console(stderr=True).print(failure)
     if report.failures:
         raise typer.Exit(1)
+
+
+@app.command()
+def server(
+    model: Annotated[str, typer.Argument(help='"demo", a checkpoint directory, a hub id, or a shape.')] = "demo",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    clients: Annotated[int, typer.Option(min=1, help="Streaming clients at once.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 256,
+    vanish: Annotated[int, typer.Option(min=0, help="Clients that begin a reply and are gone.")] = 1000,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are taken of so many.")] = 5,
+    as_json: JsonOption = False,
+) -> None:
+    """Tokens a second through the server beside its engine alone, and what clients that vanish leave behind."""
+    from lfm2serve.bench.server import measure
+    from lfm2serve.sources import is_shape
+
+    report = measure(
+        model, _options(device, threads, max_streams=clients), dummy_weights=is_shape(model), clients=clients,
+        tokens=tokens, vanish=vanish, repeats=repeats,
+    )  # fmt: skip
+    _print_receipt(report, as_json, ": the server")

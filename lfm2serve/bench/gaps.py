@@ -17,6 +17,7 @@ from lfm2serve.sampling import SamplingParams
 from lfm2serve.stream import StreamEvent, TokenLogprobs
 
 FIRST = 512  # tokens of the running stream's prompt
+MOST = 16384  # of its reply
 SETTLED = 200  # of its tokens before a long prompt comes
 REPLY = 8  # tokens of a long prompt's reply
 
@@ -68,7 +69,7 @@ def measure(model: str, options: EngineOptions, *, prompts: list[int], max_gap_m
 
 def _together(report: Receipt, made: Dummy, engine: Engine, prompts: list[int]) -> list[_Watched]:
     """The running stream, then each long prompt's."""
-    most = made.plan.context - FIRST - 1
+    most = min(MOST, made.plan.context - FIRST - 1)
     running, late = _Watched(), []
     stream = _submit(engine, prompt(FIRST), most, running)
     for number, length in enumerate(prompts, 1):

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from lfm2serve.bench.dummy import prompt
 from lfm2serve.drafting import MAX_DRAFT, Drafter, RoundCosts
@@ -154,21 +155,41 @@ def _warm(report: ChatReport, runtime: Runtime, length: int, repeats: int) -> No
 
 
 def _copies(report: ChatReport, runtime: Runtime, length: int, repeats: int) -> None:
-    """The copies of one keep and one restore together, of a fresh cache."""
+    """Keeps and restores of a whole prompt, each on the device."""
     engine = runtime.engine
     engine.clear_prompt_cache()
     before = engine.stats().cache
     ids = _ids(runtime, length, 30_000)
-    for _ in range(repeats + 1):
-        _ask(engine, [ids], ONE, marks=((length - 1, Mark.HISTORY),), prompt_cache=True)
+    with _timed_copies(runtime) as seconds:
+        for _ in range(repeats + 1):
+            _ask(engine, [ids], ONE, marks=((length - 1, Mark.HISTORY),), prompt_cache=True)
     after = engine.stats().cache
     hits = after.counters.hits.total() - before.counters.hits.total()
     report.expect(hits == repeats, f"{hits} of {repeats} identical prompts hit")
-    # one keep, `repeats` restores, and the reply's end each time
-    moved = 2 + 2 * repeats
-    seconds = (after.copy_s - before.copy_s) / moved
-    beside = f"{(after.copies - before.copies) / moved:.1f} copies each; host time on a GPU"
-    report.add(f"keep or restore of {length:,} tokens", 1e6 * seconds, "us", beside)
+    copies = (after.copies - before.copies) / sum(map(len, seconds.values()))
+    for name, taken in seconds.items():
+        report.add(f"{name} of {length:,} tokens", 1e6 * statistics.median(taken), "us", f"{copies:.1f} copies of K/V")
+
+
+@contextmanager
+def _timed_copies(runtime: Runtime) -> Iterator[dict[str, list[float]]]:
+    """The seconds of every keep and restore. Only for replies of one token: no decode round may be under way."""
+    states, backend = runtime.engine._states, runtime.backend
+    seconds: dict[str, list[float]] = {"keep": [], "restore": []}
+
+    def timed(name: str, copy: Callable[..., int]) -> Callable[..., int]:
+        def run(*args: object) -> int:
+            copies: list[int] = []
+            seconds[name].append(backend.timed(lambda: copies.append(copy(*args))))
+            return copies[0]
+
+        return run
+
+    with (
+        patch.object(states, "keep", timed("keep", states.keep)),
+        patch.object(states, "restore", timed("restore", states.restore)),
+    ):
+        yield seconds
 
 
 def _decode(report: ChatReport, runtime: Runtime, streams: int, repeats: int) -> None:
@@ -215,12 +236,8 @@ def _known(texts: list[list[int]]) -> Iterator[None]:
         whole = next((text for text in texts if text[:count] == tokens), [])
         return whole[count : count + min(most, MAX_DRAFT)]
 
-    plain = Drafter.propose
-    Drafter.propose = propose  # type: ignore[method-assign]
-    try:
+    with patch.object(Drafter, "propose", propose), patch.object(Drafter, "may_propose", lambda *_: True):
         yield
-    finally:
-        Drafter.propose = plain  # type: ignore[method-assign]
 
 
 def _drafted(

@@ -39,7 +39,7 @@ def measure(model: str, options: EngineOptions, *, streams: int, context: int, t
             beside = f"{stats.mapped / GIB:.2f} of {stats.reserved / GIB:.2f} GiB, {stats.mapped_pieces} pieces"
             report.add("pool mapped after load", 100 * stats.mapped / stats.reserved, "%", beside)
             _used(report, "used after load", before, plan.total - plan.pool + stats.mapped)
-            _decode(engine, 1, context, 2)  # what is loaded at first use is there
+            _decode(engine, 1, context, tokens)  # what is loaded at first use is there
             mapped = engine.arena.stats().mapped
             _used(report, "used after a prompt", before, plan.total - plan.pool + mapped)
         rates: dict[tuple[str, int | None], float] = {}
@@ -78,9 +78,9 @@ def _one(made: Dummy, kv: str, shuffle: int | None, streams: int, context: int, 
 
 
 def _decode(engine: Engine, streams: int, context: int, tokens: int) -> tuple[float, list[str]]:
-    """Tokens a second while all streams decode, and a hash of each reply."""
+    """Tokens a second once all streams have begun to decode, and a hash of each reply."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     replies = ask(engine, [prompt(context, n) for n in range(streams)], params)
-    start, end = max(reply.times[0] for reply in replies), min(reply.times[-1] for reply in replies)
-    decoded = sum(start < at <= end for reply in replies for at in reply.times)
+    start, end = max(reply.times[0] for reply in replies), max(reply.times[-1] for reply in replies)
+    decoded = sum(at > start for reply in replies for at in reply.times)
     return decoded / (end - start), [reply_hash(reply) for reply in replies]

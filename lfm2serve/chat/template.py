@@ -63,7 +63,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled chat template. `switches`: names of the further variables that it looks at."""
+    """A compiled chat template. `switches`: names of the further variables that it looks at. `knows_thoughts`: whether
+    its model may think."""
 
     def __init__(
         self,
@@ -90,6 +91,7 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{file}: line {error.lineno}: {error.message}") from error
         self._written = "".join(sources)
+        self.knows_thoughts = "think>" in self._written
 
     @classmethod
     def from_dir(cls, path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -222,7 +224,7 @@ class ChatTemplate:
                 text = self._render({"messages": messages, "tools": offered, "add_generation_prompt": False}, PROBED)
             except InvalidRequest:
                 text = "probe_call probe_thought"  # it looks at them, at any rate
-            known = "probe_call" not in text, "probe_thought" not in text and "</think>" in self._written
+            known = "probe_call" not in text, "probe_thought" not in text and self.knows_thoughts
             self._leaves_out[tools] = known
         return known
 

@@ -166,6 +166,9 @@ class Answer(Response):
         state.places.check()  # before any work
         params = request.params(state.runtime)
         prompts = await maybe_in_thread(self._long, lambda: request.prompts(state.runtime))
+        grammar = None
+        if request.structured:
+            grammar = await to_thread.run_sync(request.grammar, state.runtime)
         params = request.fit(params, prompts, state.runtime.engine.context)
         # 53 bits: a number that every JSON reader keeps exactly, so that the seed we report can be sent back.
         seed = new_seed() >> 10 if params.seed is None else params.seed
@@ -179,7 +182,14 @@ class Answer(Response):
             try:
                 if state.stopping:
                     raise EngineDead(SHUTTING_DOWN)
-                group.submit(prompts, params, seed, draft=request.draft, prompt_cache=request.prompt_cache)
+                group.submit(
+                    prompts,
+                    params,
+                    seed,
+                    draft=request.draft,
+                    prompt_cache=request.prompt_cache,
+                    grammar=grammar,
+                )
                 if request.stream:
                     await self._stream(group, shape, EventStream(send, named=shape.named_events), record)
                     return None

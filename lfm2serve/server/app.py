@@ -23,6 +23,7 @@ from lfm2serve.server.answer import Answer, ServerState, maybe_in_thread, read, 
 from lfm2serve.server.dialects.routes import ROUTES
 from lfm2serve.server.errors import HANDLERS
 from lfm2serve.server.front import in_front
+from lfm2serve.server.openapi import OPENAPI
 from lfm2serve.server.options import ServerOptions
 from lfm2serve.server.page import PAGE
 from lfm2serve.server.page import ROUTES as MEMORY_ROUTES
@@ -137,7 +138,7 @@ def create_app(
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
     routes.append(Route("/v1/prompt_cache", clear_prompt_cache, methods=["DELETE"]))
-    routes += ROUTES
+    routes += [*ROUTES, OPENAPI]
     routes += MEMORY_ROUTES
     options = options or ServerOptions()
     if options.page:

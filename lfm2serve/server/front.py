@@ -42,17 +42,22 @@ class AccessLog:
         record = Record(given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex)
         scope["lfm2serve.record"] = record
         token = REQUEST_ID.set(record.request_id)
-        started, status = time.monotonic(), CLIENT_CLOSED_REQUEST
+        started, status, whole = time.monotonic(), CLIENT_CLOSED_REQUEST, False
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = record.request_id
             await send(message)
+            whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception:
+            log.exception("a request failed")
+            if not whole:  # the server breaks the connection off; where the client has its 500 it need not
+                raise
         finally:
             self._on_end(status)
             routine = scope["path"] in ROUTINE and status < 400

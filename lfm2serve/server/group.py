@@ -21,6 +21,7 @@ from lfm2serve.reply import ReplyBuilder, ReplyDelta
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.metrics import ServerMetrics
 from lfm2serve.stream import StreamEvent
+from lfm2serve.structured import Grammar, Thinking
 
 if TYPE_CHECKING:
     from lfm2serve.runtime import Runtime
@@ -108,7 +109,7 @@ class Reply:
         if delta.finish_reason is not None:
             self.done = True
             if event.finish_reason is None:  # a stop string: the engine doesn't know yet
-                self.group.cancel(self)
+                self.group.cancel(self, whole=True)
         self.group.put(self, delta)
 
 
@@ -136,10 +137,21 @@ class ReplyGroup:
                 reply.prompt.conversation.abandoned(reply.stream_id)
 
     def submit(
-        self, prompts: Sequence[Prompt], params: SamplingParams, seed: int, *, draft: bool, prompt_cache: bool
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        seed: int,
+        *,
+        draft: bool,
+        prompt_cache: bool,
+        grammar: Grammar | None = None,
     ) -> None:
-        """Start n replies to each prompt. They share the seed; a reply's place among its prompt's n joins the key."""
+        """Start n replies to each prompt, each of which follows the grammar.
+
+        They share the seed; a reply's place among its prompt's n joins the key.
+        """
         for prompt in prompts:
+            thinking = prompt.conversation.thinking if prompt.conversation is not None else Thinking.NEVER
             for choice in range(params.n):
                 builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids, prompt.reading)
                 reply = Reply(self, len(self.replies), prompt, builder)
@@ -152,12 +164,13 @@ class ReplyGroup:
                     marks=prompt.conversation.marks if prompt.conversation is not None else None,
                     draft=draft,
                     prompt_cache=prompt_cache,
+                    constraint=grammar.start(thinking) if grammar is not None else None,
                 )
                 self.replies.append(reply)
                 self._unread += 1
 
-    def cancel(self, reply: Reply) -> None:
-        self._engine.cancel(reply.stream_id)
+    def cancel(self, reply: Reply, whole: bool = False) -> None:
+        self._engine.cancel(reply.stream_id, whole=whole)
 
     def put(self, reply: Reply, delta: ReplyDelta) -> None:
         self._queue.put_nowait((reply, delta))

@@ -55,8 +55,8 @@ async def page(request: Request) -> Response:
 def view(state: ServerState) -> dict[str, Any]:
     """Who holds which memory at this moment.
 
-    time: monotonic seconds. pages: K/V pages, with each stream's. arena: pieces of the pool, and who mapped them. kept: snapshot pages, and (mark, tokens, pages) of
-    each kept state, the oldest first. plan: bytes by purpose.
+    time: monotonic seconds. pages: K/V pages, with each stream's. arena: pieces of the pool, and who mapped them. kept:
+    snapshot pages, and (mark, tokens, pages) of each kept state, the oldest first. plan: bytes by purpose.
     """
     engine = state.runtime.engine
     stats, kept = engine.stats(), engine.kept_states()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -10,20 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from lfm2serve.chat.reply_parts import Reading
 from lfm2serve.chat.tool_choice import ToolUse, tool_use
 from lfm2serve.errors import InvalidRequest
-from lfm2serve.sampling import SamplingParams
+from lfm2serve.sampling import SamplingParams, StructuredOutputsParams
 from lfm2serve.server.errors import from_validation
 from lfm2serve.server.group import Prompt
+from lfm2serve.structured import Grammar
 
 if TYPE_CHECKING:
     from lfm2serve.runtime import Runtime
 
 MAX_REPLIES = 4096  # prompts times n of one request
 
-# The fields that keep their name; logprobs means another thing in a chat.
-SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logprobs"}
+# The fields that keep their name; logprobs means another thing in a chat, structured outputs have several names.
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logprobs", "structured_outputs"}
 
 # Fields that name or file a request and don't change its reply.
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"})
@@ -41,7 +42,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "best_of": (),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -90,6 +90,46 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
 
 
+class JsonSchema(Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's: free text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            problem = "is required" if self.json_schema is None else f"doesn't belong to type {self.type}"
+            message = f"response_format.json_schema {problem}"
+            raise InvalidRequest(message, param="response_format.json_schema")
+        return self
+
+    def wanted(self) -> dict[str, Any] | None:
+        if self.json_schema is not None:
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class StructuredOutputs(Strict):
+    """vLLM's; see `StructuredOutputsParams`."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
 class _Generation(Strict):
     """What a chat and a completion share. Names are those of SamplingParams wherever they mean the same."""
 
@@ -119,6 +159,14 @@ class _Generation(Strict):
     return_token_ids: bool = False
     draft: bool = True
     prompt_cache: bool = True
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    _structure: tuple[str, StructuredOutputsParams] | None = PrivateAttr(None)  # what it's called, and what it is
 
     @classmethod
     def parse(cls, body: dict[str, Any]) -> Self:
@@ -149,6 +197,40 @@ class _Generation(Strict):
             raise InvalidRequest(f"max_tokens={self.max_tokens}: must not be negative", param="max_tokens")
         return self
 
+    @model_validator(mode="after")
+    def _one_structure(self) -> Self:
+        asked: dict[str, dict[str, Any]] = {}
+        if self.response_format is not None and (wanted := self.response_format.wanted()) is not None:
+            asked["response_format"] = wanted
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        for kind in ("json", "regex", "choice", "grammar"):
+            value = getattr(self, f"guided_{kind}")
+            if value is not None:
+                asked[f"guided_{kind}"] = {kind: value, "whitespace_pattern": self.guided_whitespace_pattern}
+        if self.guided_whitespace_pattern is not None and self.guided_json is None:
+            name = "guided_whitespace_pattern"
+            raise InvalidRequest(f"{name} is only allowed with guided_json", param=name)
+        if len(asked) > 1:
+            raise InvalidRequest(f"{' and '.join(asked)} can't be combined", param=list(asked)[-1])
+        for name, wanted in asked.items():
+            try:
+                self._structure = name, StructuredOutputsParams(**wanted)
+            except InvalidRequest as error:
+                message = error.message.replace("structured_outputs", name, 1)
+                raise InvalidRequest(message, param=name) from None
+        return self
+
+    @property
+    def structured(self) -> bool:
+        """Whether the replies follow a grammar."""
+        return self._structure is not None
+
+    def grammar(self, runtime: Runtime) -> Grammar | None:
+        """What the replies follow; compiling it may take a while."""
+        param = self._structure[0] if self._structure is not None else None
+        return runtime.grammars.grammar(self.params(runtime), None, param)
+
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -157,10 +239,16 @@ class _Generation(Strict):
         """The parameters for these prompts in a context of so many tokens: the engine refuses what doesn't fit."""
         return params
 
+    @abstractmethod
+    def params(self, runtime: Runtime) -> SamplingParams:
+        """How the replies are drawn."""
+
     def _params(self, runtime: Runtime, **more: Any) -> SamplingParams:
         asked = self.model_dump(include=SAMPLING_FIELDS, exclude_none=True) | more
         if "logit_bias" in asked:
             asked["logit_bias"] = {int(token): bias for token, bias in asked["logit_bias"].items()}
+        if self._structure is not None:
+            asked["structured_outputs"] = self._structure[1]
         return runtime.default_params(**asked)
 
 
@@ -206,8 +294,16 @@ class ChatRequest(_Generation):
             add_generation_prompt=self.add_generation_prompt,
             switches=self._switches(runtime),
         )
-        reading = Reading(use.offered, use.parallel, conversation.opens_thought, hidden=not self.include_reasoning)
+        reading = conversation.reading(use, hidden=not self.include_reasoning)
         return [Prompt(conversation.token_ids, conversation=conversation, reading=reading)]
+
+    @property
+    def structured(self) -> bool:
+        return self._structure is not None or self._tool_use.required is not None
+
+    def grammar(self, runtime: Runtime) -> Grammar | None:
+        param = "tool_choice" if self._structure is None else self._structure[0]
+        return runtime.grammars.grammar(self.params(runtime), self._tool_use, param)
 
     def _switches(self, runtime: Runtime) -> dict[str, Any]:
         """Variables for the template; how much to think is one where the template looks at it."""

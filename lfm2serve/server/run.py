@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import uvicorn
 from starlette.applications import Starlette
@@ -46,7 +46,7 @@ class _Server(uvicorn.Server):
         finally:
             bound.cancel()
 
-    @contextlib.contextmanager
+    @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals end the server and aren't raised again afterwards: the caller still has a runtime to close."""
         if threading.current_thread() is not threading.main_thread():
@@ -96,3 +96,20 @@ def run(
         await serving
 
     asyncio.run(serve())
+
+
+@contextmanager
+def serving(app: Starlette, host: str = "127.0.0.1") -> Iterator[str]:
+    """Serve `app` on a free port, on a thread, while the block runs; gives the base URL."""
+    config = uvicorn.Config(
+        app, access_log=False, log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=5
+    )
+    listener = listen(host, 0)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="lfm2serve-http")
+    thread.start()
+    try:
+        yield f"http://{host}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

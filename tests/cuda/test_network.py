@@ -202,6 +202,35 @@ def test_decode_rounds_in_graphs_equal_eager_ones(network: Network) -> None:
         assert replies(True, True, [slot]) == [eager[slot]]
 
 
+def test_a_masked_row_draws_what_its_mask_allows_in_graphs_too(network: Network) -> None:
+    be, vocab, width = network.backend, network.config.vocab_size, network.model.vocab_rows
+    rounds = be.decode_rounds(
+        lambda batch, logits: network.model.logits(network.model.forward(batch, network.states), logits),
+        network.tables, width=width, vocab=vocab, page_table=network.page_table, slots=SLOTS, context=PAGE_ROWS,
+    )  # fmt: skip
+    allowed = np.random.default_rng().choice(vocab, 3, replace=False)
+    mask = np.zeros((1, -(-width // 32)), np.uint32)
+    for token in allowed.tolist():
+        mask[0, token // 32] |= np.uint32(1 << (token % 32))
+    batch = network.batch([(slot, 0, [5]) for slot in range(3)])
+    plain = greedy(3, range(3), vocab)
+    masked = plain._replace(mask_row=np.array([-1, 0, -1], np.int32), mask=mask)
+    drawn = []
+    for rows in (plain, masked, plain):
+        begun = rounds.begin(batch)
+        rounds.draw(begun, rows)
+        drawn.append(begun.result().token.tolist())
+    logits = network.logits([(0, 0, [5])])[0]
+    assert drawn[0] == drawn[2] == [int(logits[:vocab].argmax())] * 3
+    assert drawn[1] == [drawn[0][0], int(allowed[logits[allowed].argmax()]), drawn[0][2]]
+    assert (
+        be.sample(be.take(network.model.logits(network.model.forward(batch, network.states)), range(3)), masked)[
+            0
+        ].tolist()
+        == drawn[1]
+    )
+
+
 def test_taps_and_copies(network: Network) -> None:
     rng = np.random.default_rng()
     be, hidden = network.backend, network.config.hidden_size

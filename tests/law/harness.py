@@ -306,6 +306,7 @@ class Collector:
             result.tokens.extend(event.tokens)
             result.logprobs.extend(event.logprobs or [])
             result.metrics = event.metrics
+            self.seen(result, event.stream_id)
             if request.cancel_after is not None and len(result.tokens) >= request.cancel_after:
                 self.engine.cancel(event.stream_id)
             if event.finish_reason is not None:
@@ -318,6 +319,9 @@ class Collector:
         )  # fmt: skip
         self.results.append(result)
         return result
+
+    def seen(self, result: Result, stream_id: int) -> None:
+        """Called with each event of a reply, on the engine's thread."""
 
     def wait(self) -> list[Result]:
         for _ in self.results:

@@ -148,16 +148,29 @@ def test_a_lease_that_reaches_unmapped_pieces_waits_while_rounds_go_on(driver: F
         engine.cancel(running.id)
 
 
-def test_alone_the_engine_maps_for_itself_and_looks_ahead_after_a_release(driver: FakeDriver, tiny_moe: Path) -> None:
+def test_alone_the_engine_maps_for_itself(driver: FakeDriver, tiny_moe: Path) -> None:
     with engine_for(tiny_moe, Way()) as (engine, backend):
         driver.hold.clear()
         [result] = ask(engine, LONG)
         check(tiny_moe, backend, LONG, result)
-        names = [name for name, _ in driver.maps[2:]]
-        assert names == [ENGINE] * 4, "three pages are six pieces, and page 0 had its two"
-        driver.hold.set()
+        assert [name for name, _ in driver.maps[2:]] == [ENGINE] * 4, "three pages are six pieces; page 0 had its two"
+
+
+def test_after_a_release_the_helper_maps_what_comes_next(
+    driver: FakeDriver, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states, "Arena", partial(Arena, piece_bytes=3 * PIECE))  # a page and a half
+    with engine_for(tiny_moe, Way()) as (engine, _):
+        running = Reply(engine, prompt(5, 1), 1400, 1)  # pages 0 ... 2: pieces 0 and 1
+        running.more(1)
+        Reply(engine, prompt(6, 1), 4, 2).wait()  # page 3: piece 2
         assert engine.arena.settle(60)
-        assert driver.mapped.keys() == {starts for starts in driver.mapped} and len(driver.mapped) == 6
+        assert driver.maps[2:] == [(HELPER, 6 * PIECE), (HELPER, 9 * PIECE)], "piece 3: page 4 is next"
+        driver.hold.clear()
+        Reply(engine, prompt(600, 1), 4, 3).wait()  # pages 3 and 4
+        engine.cancel(running.id)
+        running.wait()
+        driver.hold.set()
 
 
 def test_a_client_that_leaves_while_its_lease_waits_gives_it_back(driver: FakeDriver, tiny_moe: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels_numba.batch import RING_ROWS
 from lfm2serve.engine import Engine
 from lfm2serve.memory.prompt_cache import Mark
-from tests.law.harness import END, Chat, Request, Result, Way, ask, check, engine_for, prompt
+from tests.law.harness import END, Chat, Collector, Request, Result, Way, ask, check, engine_for, prompt, solo
 
 KEEPING = Way(threads=1, snapshot_pages=256, snapshot_bytes=128 << 10)
 WAYS = st.builds(
@@ -46,7 +46,7 @@ def reply(engine: Engine, chat: Chat, request: Request) -> Result:
 @few
 @given(
     way=WAYS,
-    texts=st.lists(st.one_of(st.integers(0, 40), st.sampled_from([100, 290])), min_size=4, max_size=4),
+    texts=st.lists(st.one_of(st.integers(0, 40), st.sampled_from([100, 200])), min_size=4, max_size=4),
     system=st.sampled_from([0, 1, 30, 505]),
     temperature=st.sampled_from([0.0, 0.9]),
     penalties=st.booleans(),
@@ -366,3 +366,36 @@ def test_every_mark_resumes_exactly(tiny: Path, way: Way, length: int, places: l
             [result] = ask(engine, after)
             check(tiny, backend, after, result)
             assert result.cached == a
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_reply_that_a_stop_string_ended_is_kept_as_far_as_it_comes_back(tiny: Path, queued: bool) -> None:
+    """Whoever reads the text sees the stop string some tokens after it was drawn, and says that the reply is whole."""
+    chat = Chat(prompt(12, 1))
+    with engine_for(tiny, replace(KEEPING, drafts=False, queued=queued)) as (engine, backend):
+        request = chat.ask(prompt(20, 1), seed=1, temperature=0.9, max_tokens=900)
+        whole = solo(tiny, replace(request, max_tokens=12))
+        collector = StopAfter(engine, 12)
+        result = collector.submit(request)
+        collector.wait()
+        assert result.finish_reason == "stop" and result.tokens[:12] == whole.tokens
+        sent = chat.answered(request, result.tokens[:10])
+        engine.returned(result.stream_id, sent)
+        assert engine.drain(60)
+        assert engine.stats().counters.warm_passes == 0
+        following = chat.ask(prompt(8, 2), seed=2)
+        [after] = ask(engine, following)
+        check(tiny, backend, following, after)
+        assert after.cached == len(request.prompt) + 10
+
+
+class StopAfter(Collector):
+    """Says that a reply is whole once it has so many tokens."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        super().__init__(engine)
+        self.count = count
+
+    def seen(self, result: Result, stream_id: int) -> None:
+        if len(result.tokens) >= self.count:
+            self.engine.cancel(stream_id, whole=True)

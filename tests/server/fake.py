@@ -72,7 +72,7 @@ class FakeEngine:
         threading.Thread(target=self._play, args=(stream_id, stream, list(prompt), how["choice"]), daemon=True).start()
         return stream_id
 
-    def cancel(self, stream_id: int) -> None:
+    def cancel(self, stream_id: int, *, whole: bool = False) -> None:
         with self._changed:
             self.cancels.append(stream_id)
             if stream_id in self._streams:

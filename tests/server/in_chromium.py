@@ -6,6 +6,7 @@ python -m tests.server.in_chromium DIRECTORY: needs `chromium` on the path. Its 
 from __future__ import annotations
 
 import base64
+import faulthandler
 import json
 import os
 import shutil
@@ -164,7 +165,7 @@ def a_visit(browser: Browser, pictures: Path) -> None:
         turns = browser.run("turns.length")
         assert answer in said(browser, turns - 1), said(browser, turns - 1)
     browser.wait("$('events').children.length > 1 && $('kept').children.length > 1")
-    assert "tokens/s" in browser.run("document.querySelectorAll('.foot')[3].textContent")
+    assert "tokens resumed" in browser.run("document.querySelectorAll('.foot')[3].textContent")
     browser.picture(pictures / "desktop-light.png")
 
     browser.run("document.querySelectorAll('.user .link')[0].click()")
@@ -220,7 +221,8 @@ def a_visit(browser: Browser, pictures: Path) -> None:
 
 
 def a_locked_server(browser: Browser, key: str) -> None:
-    browser.wait("$('state').textContent.includes('API key')")
+    browser.wait("document.readyState === 'complete' && $('state').textContent.includes('API key')")
+    browser.run("$('text').focus()")
     browser.type("Hi")
     browser.key("Enter")
     browser.wait("!!document.querySelector('.error') && !running")
@@ -235,6 +237,7 @@ def a_locked_server(browser: Browser, key: str) -> None:
 def main() -> None:
     pictures = Path(sys.argv[1])
     pictures.mkdir(parents=True, exist_ok=True)
+    faulthandler.dump_traceback_later(120, exit=True)  # a browser that hangs must not keep anybody waiting
     for flags, visit in (((), "open"), (("--api-key", "secret-key"), "locked")):
         with demo(*flags) as url, tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
             browser = Browser(url, profile)

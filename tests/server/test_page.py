@@ -155,6 +155,7 @@ def test_the_view_of_a_real_engine_adds_up(real: Live) -> None:
     real.client.delete("/prompt_cache", cast_to=object)
     real.chat("Who are you?", max_tokens=4)
     real.chat("Who are you?", max_tokens=4)
+    assert real.engine.drain(60), "what comes back of the replies is known"
     now = real.http.get("/v1/memory").json()
     plan = now["plan"]
     assert now["pages"]["total"] == plan["pages"] and now["pages"]["bytes"] == plan["page_bytes"]

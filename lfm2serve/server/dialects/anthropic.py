@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from lfm2serve.sampling import SamplingParams
-from lfm2serve.server.dialects.fields import Body, Hint, as_chat, list_or_text, refuse, thinking_fields
+from lfm2serve.server.dialects.fields import Body, Hint, Name, as_chat, list_or_text, refuse, thinking_fields
 from lfm2serve.server.group import Prompt
 from lfm2serve.server.requests import ChatRequest, Strict
 
@@ -44,7 +44,7 @@ class RedactedThinkingBlock(_Block):
 class ToolUseBlock(_Block):
     type: Literal["tool_use"]
     id: str
-    name: str
+    name: Name
     input: dict[str, Any]
     caller: Hint = None
     toolset_name: Hint = None
@@ -72,7 +72,7 @@ class Tool(Strict):
     """A tool that the client runs. Those that Anthropic runs or defines aren't known to the model."""
 
     type: Literal["custom"] | None = None
-    name: str
+    name: Name
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

@@ -14,6 +14,7 @@ from lfm2serve.server.requests import ChatRequest, Strict, screen
 
 # What protocols define as notes to the server that no reply depends on.
 Hint = Annotated[Any, Field(description="Accepted; no reply depends on it.")]
+Name = Annotated[str, Field(min_length=1)]
 
 
 class Body(Strict):

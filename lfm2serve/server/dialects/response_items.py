@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from lfm2serve.server.dialects.fields import Hint, kind_or, list_or_text, refuse
+from lfm2serve.server.dialects.fields import Hint, Name, kind_or, list_or_text, refuse
 from lfm2serve.server.dialects.response_tools import CUSTOM_INPUT, full_name
 from lfm2serve.server.requests import Strict
 
@@ -61,7 +61,7 @@ class ReasoningItem(_Item):
 class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: str
-    name: str
+    name: Name
     arguments: str
     namespace: str | None = None
     caller: Hint = None
@@ -70,7 +70,7 @@ class FunctionCallItem(_Item):
 class CustomCallItem(_Item):
     type: Literal["custom_tool_call"]
     call_id: str
-    name: str
+    name: Name
     input: str
     namespace: str | None = None
     caller: Hint = None

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from lfm2serve.server.dialects.fields import Hint, refuse
+from lfm2serve.server.dialects.fields import Hint, Name, refuse
 from lfm2serve.server.requests import Strict
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ FREE_TEXT = {"type": "object", "properties": {CUSTOM_INPUT: {"type": "string"}},
 
 class FunctionTool(Strict):
     type: Literal["function"]
-    name: str
+    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Hint = None
@@ -33,7 +33,7 @@ class CustomTool(Strict):
     """A tool that takes free text. A grammar for it is told to the model, not enforced."""
 
     type: Literal["custom"]
-    name: str
+    name: Name
     description: str | None = None
     format: dict[str, Any] | None = None
     allowed_callers: Hint = None
@@ -45,7 +45,7 @@ OwnTool = FunctionTool | CustomTool
 
 class NamespaceTool(Strict):
     type: Literal["namespace"]
-    name: str
+    name: Name
     description: Hint = None
     tools: list[Annotated[OwnTool, Field(discriminator="type")]]
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lfm2serve.errors import InvalidRequest
 from lfm2serve.server.dialects.fields import Body, Hint, as_chat, list_or_text, refuse, thinking_fields
 from lfm2serve.server.dialects.response_items import Item, chat_messages
 from lfm2serve.server.dialects.response_tools import Mode, ToolBox, ToolChoice, ToolItem
@@ -37,7 +36,7 @@ class Reasoning(Strict):
     mode: Hint = None
 
 
-class StreamOptions(Strict):
+class ResponseStreamOptions(Strict):
     include_obfuscation: Hint = None
 
 
@@ -74,7 +73,7 @@ class ResponsesRequest(Body):
     }
 
     model: str | None = None
-    input: Annotated[list[Item], *ONE_MESSAGE] = Field(default_factory=list)
+    input: Annotated[list[Item], Field(min_length=1), *ONE_MESSAGE]
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
@@ -91,7 +90,7 @@ class ResponsesRequest(Body):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
-    stream_options: StreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = None
     max_tool_calls: Hint = None
     client_metadata: Hint = None
     prompt_cache_key: Hint = None
@@ -110,7 +109,7 @@ class ResponsesRequest(Body):
         InvalidRequest: what a chat can't say.
         """
         if not messages:
-            raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
+            raise refuse("input", "says nothing")
         head = [{"role": "system", "content": self.instructions}] if self.instructions else []
         fields = {
             **self._extras(),
