@@ -17,10 +17,11 @@ from copy import deepcopy
 from functools import partial
 
 from lfm2serve.counters import CacheStats, EngineCounters, EngineStats
-from lfm2serve.drafting import RoundCosts
+from lfm2serve.decoding import Decoding
 from lfm2serve.draws import DrawTable
 from lfm2serve.errors import ArenaMemory, ContextLengthExceeded, EngineDead, InvalidRequest, Lfm2Error, RequestTooLarge
 from lfm2serve.keeping import Keeper
+from lfm2serve.limits import Limits
 from lfm2serve.memory.marks import raw_marks
 from lfm2serve.memory.pages import SLACK_ROWS, Census, PagePool
 from lfm2serve.memory.prompt_cache import Mark, PromptCache
@@ -28,7 +29,7 @@ from lfm2serve.memory.states import StreamStates
 from lfm2serve.model import Model
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import Chunk, Scheduler
-from lfm2serve.steps import Begun, Drawn, StepRunner
+from lfm2serve.steps import Drawn, StepRunner
 from lfm2serve.stream import Sink, Stream, StreamEvent, TokenLogprobs
 from lfm2serve.structured import Constraint
 
@@ -70,7 +71,7 @@ class Engine:
         self._states = states
         self._pool = pool
         self._eos = frozenset(eos_token_ids)
-        self._default_max_tokens = default_max_tokens
+        self._limits = Limits(context, vocab, pool.capacity_rows - SLACK_ROWS, default_max_tokens)
         self._scheduler = Scheduler(
             pool, states.arena, slots,
             prompt_chunk=prompt_chunk, largest_chunk=largest_chunk, max_gap_s=max_gap_ms / 1e3,
@@ -78,12 +79,12 @@ class Engine:
         self._draws = DrawTable(model.backend, slots, model.vocab_rows, vocab)
         self._steps = StepRunner(model, states, self._draws)
         self._keeper = Keeper(PromptCache(states.snapshot_pages, states.shape.state_bytes), states)
-        self._costs = RoundCosts()
-        self._ahead: Begun | None = None  # a round that is drawn and not taken yet
-        self._round_started = 0.0
         self._drafts = drafts
         self._warm_pass = warm_pass
         self._counters = EngineCounters()
+        self._decoding = Decoding(
+            self._steps, self._scheduler, self._counters, run=self._step, commit=self._commit, failed=self._failed
+        )
         self._streams: dict[int, Stream] = {}
         self._outbox: list[tuple[Stream, StreamEvent]] = []
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -151,7 +152,7 @@ class Engine:
         """Say how a chat goes on: the conversation with this stream's reply, as the client will send it back, without
         a generation prompt. What the next turn resumes is kept, or prepared in the background. InvalidRequest: a bad
         token id."""
-        self._check_tokens(token_ids)
+        self._limits.check_tokens(token_ids)
         self._tell(partial(self._returned, stream_id, list(token_ids)))
 
     def forget(self, stream_id: int) -> None:
@@ -224,39 +225,7 @@ class Engine:
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """The reply limit of a request that can be served; raises for one that can't."""
-        count, wanted = len(prompt), params.max_tokens
-        if count == 0:
-            raise InvalidRequest("the prompt has no tokens", param="prompt")
-        self._check_tokens(prompt)
-        for token in (*params.stop_token_ids, *(params.logit_bias or ())):
-            if token >= self.vocab:
-                name = "stop_token_ids" if token in params.stop_token_ids else "logit_bias"
-                raise InvalidRequest(f"{name}: token id {token} is outside the vocabulary of {self.vocab}", param=name)
-        least = 1 if wanted is None else wanted
-        if wanted == 0 and params.prompt_logprobs is None:
-            raise InvalidRequest("max_tokens=0 gives nothing without prompt_logprobs", param="max_tokens")
-        if count + least > self.context:
-            asked = f" and a reply of {wanted}" if wanted is not None else ""
-            raise ContextLengthExceeded(
-                f"the context is {self.context} tokens; the prompt has {count}{asked}: {count + least} at least",
-                param="max_tokens" if count < self.context else "prompt",
-            )
-        room = self._pool.capacity_rows - SLACK_ROWS - count
-        if room < least:
-            raise RequestTooLarge(
-                f"prompt and reply need {count + least + SLACK_ROWS} rows; the pool holds {self._pool.capacity_rows}",
-                param="max_tokens" if wanted else "prompt",
-            )
-        if wanted is not None:
-            return wanted
-        return max(params.min_tokens, min(self.context - count, self._default_max_tokens, room))
-
-    def _check_tokens(self, prompt: Sequence[int]) -> None:
-        for token in prompt:
-            if not 0 <= token < self.vocab:
-                raise InvalidRequest(
-                    f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt"
-                )
+        return self._limits.check(prompt, params)
 
     # ---- the engine's thread ----
 
@@ -362,115 +331,21 @@ class Engine:
         with self._book:
             self._admit()
             chunks = self._scheduler.next_chunks()
+        started, waits = time.perf_counter(), any(chunk.completes for chunk in chunks)
         if chunks:
-            self._collect()  # no token waits for a prompt step
+            self._decoding.collect()
             self._deliver()
             started = time.perf_counter()
             self._step(chunks)
-            rows = sum(chunk.rows for chunk in chunks)
-            self._scheduler.pace.prompt_step(rows, time.perf_counter() - started)
             self._counters.prompt_steps += 1
         self._deliver()
-        if self._scheduler.running:
-            self._decode_round()
+        pace, running = self._scheduler.pace, bool(self._scheduler.running)
+        if running:
+            self._decoding.round(behind_prompt=bool(chunks) and not waits)
             self._deliver()
-
-    def _decode_round(self) -> None:
-        """One row of every running stream, and the drafts behind them.
-
-        Where the backend queues rounds, the network of the next one is queued before this one's tokens are known, so
-        that what the host does with them takes no time of the device's.
-        """
-        started = time.perf_counter()
-        begun, self._ahead = self._ahead, None
-        chunks = begun.chunks if begun else self._next_rows()
-        try:
-            if begun is None:
-                begun = self._steps.begin(chunks)
-                if begun is None:
-                    self._plain_round(chunks)
-                    return
-                self._steps.draw(begun)
-                self._round_started = started
-                self._counters.host_s += time.perf_counter() - started
-            following = self._following(begun)
-            ahead = self._steps.begin_behind(following) if following else None
-            self._take(begun)
-            if ahead is not None:
-                taken = time.perf_counter()
-                late = ahead.round.network_done
-                self._steps.draw(ahead)
-                self._ahead = ahead
-                self._counters.host_s += time.perf_counter() - taken if late else 0.0
-        except Exception as error:
-            self._failed(chunks, error)
-
-    def _plain_round(self, chunks: list[Chunk]) -> None:
-        """A decode round that is run and waited for."""
-        started, backend_s = time.perf_counter(), self._steps.backend_s
-        self._step(chunks)
-        elapsed = time.perf_counter() - started
-        self._count_round(sum(1 + len(chunk.draft) for chunk in chunks), elapsed)
-        self._counters.host_s += elapsed - (self._steps.backend_s - backend_s)
-
-    def _collect(self) -> None:
-        """Take what the round under way has drawn, and let none follow."""
-        begun, self._ahead = self._ahead, None
-        if begun is not None:
-            try:
-                self._take(begun)
-            except Exception as error:
-                self._failed(begun.chunks, error)
-
-    def _take(self, begun: Begun) -> None:
-        """Wait for a round, and give its tokens to the streams that still want them."""
-        drawn = self._steps.take(begun)
-        now = time.perf_counter()
-        self._count_round(len(begun.draws), now - self._round_started)
-        self._round_started = now
-        with self._book:
-            for chunk, tokens, live in zip(begun.chunks, drawn, begun.live, strict=True):
-                if live:
-                    self._commit(chunk)
-                    self._take_drawn(chunk, tokens)
-
-    def _count_round(self, rows: int, elapsed: float) -> None:
-        self._scheduler.pace.decode_round(elapsed)
-        self._costs.record(rows, elapsed)
-        counters = self._counters
-        counters.decode_rounds += 1
-        counters.decode_rows += rows
-        counters.decode_s += elapsed
-
-    def _next_rows(self) -> list[Chunk]:
-        """The next row of every running stream, and its draft."""
-        rows = len(self._scheduler.running)
-        chunks = []
-        for stream in self._scheduler.running:
-            chunks.append(Chunk(stream, 1, self._draft(stream, rows)))
-            rows += len(chunks[-1].draft)
-        return chunks
-
-    def _following(self, begun: Begun) -> list[Stream]:
-        """The streams of the round behind one whose tokens aren't known: those that go on whatever they are.
-
-        None where a prompt step or a draft comes first.
-        """
-        if self._scheduler.filling or any(chunk.draft for chunk in begun.chunks):
-            return []
-        streams = [
-            chunk.stream
-            for chunk, live in zip(begun.chunks, begun.live, strict=True)
-            if live and chunk.stream.output_len + 1 < chunk.stream.max_tokens
-        ]
-        if any(s.drafter and s.drafter.may_propose(s.tokens, len(streams), self._costs) for s in streams):
-            return []
-        return streams
-
-    def _draft(self, stream: Stream, rows: int) -> Sequence[int]:
-        if stream.drafter is None:
-            return ()
-        return stream.drafter.propose(stream.tokens, stream.max_tokens - stream.output_len - 1, rows, self._costs)
+        if chunks and (running or waits):  # else the device may not be through with the step
+            elapsed = time.perf_counter() - started - (pace.round_s if running else 0.0)
+            pace.prompt_step(sum(chunk.rows for chunk in chunks), max(elapsed, 0.0))
 
     def _step(self, chunks: list[Chunk]) -> None:
         """Run rows of several streams; draw tokens for each stream whose rows are complete."""
@@ -484,13 +359,18 @@ class Engine:
         drawn = self._steps.run(chunks, [tap.row for tap in taps])
         with self._book:
             self._keeper.keep(taps)  # before a stream that only prepares a state ends
+        self._commit(chunks, drawn)
+
+    def _commit(self, chunks: Sequence[Chunk], drawn: Sequence[list[Drawn]]) -> None:
+        """Count the rows of chunks as run, and give their streams what was drawn."""
+        with self._book:
             for chunk in chunks:
-                self._commit(chunk)
+                self._count_rows(chunk)
             for chunk, tokens in zip(chunks, drawn, strict=True):
                 if tokens:
                     self._take_drawn(chunk, tokens)
 
-    def _commit(self, chunk: Chunk) -> None:
+    def _count_rows(self, chunk: Chunk) -> None:
         """Count a chunk's rows as run; a stream whose prompt is through decodes from now on."""
         stream = chunk.stream
         if stream.rows_done < stream.prompt_len:
@@ -535,7 +415,7 @@ class Engine:
         else:
             self._finish(stream, stream.finish_reason, event)
 
-    def _failed(self, chunks: list[Chunk], error: Exception) -> None:
+    def _failed(self, chunks: Sequence[Chunk], error: Exception) -> None:
         """A step raised: its streams run again by themselves; one that fails alone ends with an error.
 
         An error that the backend calls fatal is the engine's end.

@@ -73,12 +73,14 @@ class ChatLoop:
         """Stream one reply and remember the turn."""
         turns = [*self._turns, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self._system}] if self._system is not None else []
-        reply = ""
+        reply = thought = ""
         try:
             with self._llm.stream([*system, *turns], self._params) as stream:
                 for delta in stream:
-                    sys.stdout.write(delta.text)
+                    gap = "\n\n" if delta.text and thought and not reply else ""
+                    sys.stdout.write(f"{delta.reasoning}{gap}{delta.text}")
                     sys.stdout.flush()
+                    thought += delta.reasoning
                     reply += delta.text
         except KeyboardInterrupt:
             pass  # the reply ends here, the chat goes on
@@ -88,4 +90,5 @@ class ChatLoop:
                 print("lfm2serve: the conversation is too long for the context; /clear starts afresh", file=sys.stderr)
             return
         print(flush=True)
-        self._turns = [*turns, {"role": "assistant", "content": reply}]
+        said = {"role": "assistant", "content": reply} | ({"reasoning_content": thought} if thought else {})
+        self._turns = [*turns, said]

@@ -22,8 +22,8 @@ class StructuredOutputsParams:
 
     json: a JSON schema, as an object or its text. regex: matches the whole reply. choice: one of these texts. grammar:
     Lark, or GBNF. json_object: any JSON object. The others are for JSON: no whitespace between its tokens; no
-    properties but those that are named; whitespace_pattern: a regex of the whitespace that is allowed (by default 24
-    characters at most).
+    properties but those that are named; whitespace_pattern: a regex of the whitespace that is allowed (by default one
+    space, or a line break and an indent).
     """
 
     json: str | Mapping[str, Any] | None = None

@@ -31,27 +31,47 @@ class Chunk:
 
 
 class Pace:
-    """How many prompt rows fit between two decode rounds, learned from the steps that ran."""
+    """How many prompt rows fit between two decode rounds, learned from the steps that ran.
+
+    A step's time is a line over its rows, fitted to the last ones: where every expert is read, few rows cost almost as
+    much as many. round_s: what a decode round takes.
+    """
 
     def __init__(self, max_gap_s: float, largest: int) -> None:
+        self.round_s = 0.0
         self._max_gap_s = max_gap_s
         self._largest = largest
-        self._row_s = 0.0
-        self._round_s = 0.0
+        self._steps = 0
+        self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0  # means over the last steps
 
     def prompt_step(self, rows: int, seconds: float) -> None:
-        self._row_s = _blend(self._row_s, seconds / rows)
+        self._steps += 1
+        share = max(1.0 / self._steps, 0.2)
+        self._rows += share * (rows - self._rows)
+        self._seconds += share * (seconds - self._seconds)
+        self._rows_rows += share * (rows * rows - self._rows_rows)
+        self._rows_seconds += share * (rows * seconds - self._rows_seconds)
 
     def decode_round(self, seconds: float) -> None:
-        self._round_s = _blend(self._round_s, seconds)
+        self.round_s = _blend(self.round_s, seconds)
 
     def rows_beside_decoding(self) -> int:
         """Rows that keep a running stream's gap under the bound; few until a step was timed."""
-        if not self._row_s:
+        if not self._seconds:
             return min(4 * MIN_ROWS, self._largest)
-        spare = self._max_gap_s - self._round_s
-        rows = int(spare / self._row_s) // MIN_ROWS * MIN_ROWS
+        fixed, row_s = self._line()
+        rows = int((self._max_gap_s - self.round_s - fixed) / row_s) // MIN_ROWS * MIN_ROWS
         return max(MIN_ROWS, min(rows, self._largest))
+
+    def _line(self) -> tuple[float, float]:
+        """Seconds of a step: fixed, and for each row."""
+        spread = self._rows_rows - self._rows**2
+        if spread > (0.05 * self._rows) ** 2:
+            row_s = (self._rows_seconds - self._rows * self._seconds) / spread
+            fixed = self._seconds - row_s * self._rows
+            if row_s > 0.0 and fixed > 0.0:
+                return fixed, row_s
+        return 0.0, self._seconds / self._rows
 
 
 def _blend(old: float, new: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from lfm2serve import LLM, RequestOutput, SamplingParams
 from lfm2serve.chat.prompt import ChatPrompt
+from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.counters import CacheStats
 from lfm2serve.runtime import Runtime
 
@@ -237,3 +239,90 @@ def test_switched_off_the_replies_are_the_same(demo: LLM, options: dict[str, Any
         if "drafts" in options:
             assert counters.draft_tokens == 0
         assert counters.warm_passes == 0
+
+
+# ---- calls and thoughts ----
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+        },
+    },
+}
+RESULT = {"role": "tool", "tool_call_id": "call_1", "content": '{"temperature": 20, "condition": "sunny"}'}
+
+
+def as_returned(output: RequestOutput) -> dict[str, Any]:
+    """The assistant message as a client of the API sends it back."""
+    reply = output.outputs[0]
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text or None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in reply.tool_calls
+        ]
+    return message
+
+
+def test_a_call_that_comes_back_as_it_was_drawn_is_resumed(demo: LLM) -> None:
+    messages = [SYSTEM, user("What is the weather in Lima?")]
+    passes = runtime_of(demo).engine.stats().counters.warm_passes
+    first = ask(demo, messages, tools=[WEATHER])
+    ran = len(first.prompt_token_ids) + len(token_ids(first)) - 1
+    messages += [as_returned(first), RESULT]
+    second = ask(demo, messages, tools=[WEATHER])
+    assert second.num_cached_tokens == ran and "sunny" in second.outputs[0].text
+    assert token_ids(second) == token_ids(ask(demo, messages, tools=[WEATHER], prompt_cache=False, draft=False))
+    ran = len(second.prompt_token_ids) + len(token_ids(second)) - 1
+    assert ask(demo, [*messages, as_returned(second), user("Thanks")], tools=[WEATHER]).num_cached_tokens == ran
+    assert runtime_of(demo).engine.stats().counters.warm_passes == passes
+
+
+@pytest.fixture
+def thinking(demo: LLM) -> Iterator[LLM]:
+    """The demo model under a template that opens a thought and drops those before the last user message."""
+    runtime = runtime_of(demo)
+    source = (Path(__file__).parent / "chat" / "templates" / "d.jinja").read_text()
+    before, runtime.template = (
+        runtime.template,
+        ChatTemplate(
+            source + "{%- if add_generation_prompt -%}{{- '<think>' -}}{%- endif -%}",
+            runtime.tokenizer,
+            now=lambda: datetime(2026, 11, 30),
+        ),
+    )
+    yield demo
+    settle(demo)
+    runtime.template = before
+
+
+def test_thoughts_and_calls_are_resumed_as_they_come_back(thinking: LLM) -> None:
+    """Within a user's turn the thought is shown to the model, in the next one no more; the call's quotes differ from
+    those that were drawn. Each time the pass behind the reply has prepared what comes."""
+    end = runtime_of(thinking).tokenizer.token_id("</think>")
+    assert end is not None
+    how = {"tools": [WEATHER], "tool_choice": "required"}
+    params = SamplingParams(temperature=0.8, seed=2, max_tokens=120, logit_bias={end: 13.0})
+    messages = [user("Think. What is the weather in Lima?")]
+    for follow in (RESULT, user("And now?"), user("Once more?")):
+        output = ask(thinking, messages, params, **how)
+        reply = output.outputs[0]
+        assert reply.reasoning and not reply.text and reply.finish_reason == "tool_calls", reply
+        plain = ask(thinking, messages, params, **how, prompt_cache=False, draft=False)
+        assert token_ids(plain) == token_ids(output)
+        settle(thinking)
+        messages += [as_returned(output), follow]
+        kept = runtime_of(thinking).encode_chat(messages[:-1], tools=[WEATHER], add_generation_prompt=False)
+        prompt = runtime_of(thinking).encode_chat(messages, tools=[WEATHER])
+        following = ask(thinking, messages, params, **how)
+        if prompt[: len(kept)] == kept:
+            assert following.num_cached_tokens >= len(kept)
+        else:  # the new user message has taken the thought out of the history
+            assert follow["role"] == "user" and 0 < following.num_cached_tokens < len(kept)

@@ -82,7 +82,7 @@ def test_omitted_max_tokens_is_what_context_default_and_pool_allow(tiny_moe: Pat
     with engine_for(tiny_moe, Way()) as (engine, _):
         reply = Reply(engine, prompt(CONTEXT - 1, 0), SamplingParams(temperature=0, ignore_eos=True))
         assert reply.wait().finish_reason == "length" and len(reply.tokens) == 1
-        engine._default_max_tokens = 5
+        engine._limits.default_max_tokens = 5
         reply = Reply(engine, prompt(3, 0), SamplingParams(temperature=0, ignore_eos=True))
         assert reply.wait().finish_reason == "length" and len(reply.tokens) == 5
 

@@ -60,7 +60,8 @@ def test_every_import_is_a_declared_dependency() -> None:
         "starlette": {"starlette", "anyio"},
         "pydantic": {"pydantic", "pydantic_core"},
     }
-    declared = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hub"]]
+    extras = PROJECT["optional-dependencies"]
+    declared = [*PROJECT["dependencies"], *extras["hub"], *extras["structured"]]
     names = [re.split(r"[\[><=]", requirement)[0] for requirement in declared]
     allowed = set().union(*(provided.get(name, {name}) for name in names))
     assert imported("lfm2serve") | imported("kernels_numba") <= allowed

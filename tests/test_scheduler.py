@@ -110,3 +110,22 @@ def test_removing_a_stream_frees_slot_and_pages_wherever_it_is(where: str) -> No
     assert sched.idle and sched.pool.census().clean
     sched.waiting.append(stream(1, 10))
     assert sched.admit()
+
+
+def test_pace_learns_what_a_step_costs_before_its_first_row() -> None:
+    """Where all experts are read, a step of few rows takes 10 ms too; the next size must not be guessed from that."""
+    pace = Pace(0.05, 8192)
+    pace.decode_round(0.003)
+    assert pace.rows_beside_decoding() == 32
+    for rows in (32, 104):
+        pace.prompt_step(rows, 0.010 + 12e-6 * rows)
+    for _ in range(4):
+        rows = pace.rows_beside_decoding()
+        assert 0.04 < 0.003 + 0.010 + 12e-6 * rows <= 0.051
+        pace.prompt_step(rows, 0.010 + 12e-6 * rows)
+    for _ in range(9):  # a step that was disturbed is forgotten
+        pace.prompt_step(3000, 0.2)
+    for _ in range(40):
+        rows = pace.rows_beside_decoding()
+        pace.prompt_step(rows, 0.010 + 12e-6 * rows)
+    assert 2000 < pace.rows_beside_decoding() <= 3100

@@ -13,7 +13,7 @@ from typing import Any
 
 from lfm2serve.chat.tool_choice import name_of
 
-BLANKS = r"[ \t\n\r]{1,24}"  # between JSON's tokens: enough to indent, too little to go on with forever
+BLANKS = r"( |\n[ \t]{0,24})"  # between JSON's tokens: enough to indent, too little to go on with forever
 DEFINITIONS = ("$defs", "definitions")
 _PLAIN_SCHEMA = frozenset(
     ("type", "properties", "required", "additionalProperties", "title", "description", "$schema", "$id", *DEFINITIONS)

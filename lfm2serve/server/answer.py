@@ -211,12 +211,14 @@ class Answer(Response):
                     continue
                 for chunk in shape.chunks(reply, delta):
                     await events.data(chunk)
+                if not group.ready:
+                    await events.flush()
             for chunk in shape.closing(group.replies):
                 await events.data(chunk)
         except ClientDisconnect:
             raise
         except Exception as error:
-            if not events.started:
+            if not events.begun:
                 raise
             if not isinstance(error, Lfm2Error):
                 log.exception("a stream failed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -68,7 +69,9 @@ async def clear_prompt_cache(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    return JSONResponse({"object": "list", "data": [_model_card(request)]})
+    card = _model_card(request)
+    ends = {"has_more": False, "first_id": card["id"], "last_id": card["id"]}  # Anthropic's clients read these
+    return JSONResponse({"object": "list", "data": [card], **ends})
 
 
 async def model(request: Request) -> Response:
@@ -81,7 +84,10 @@ async def model(request: Request) -> Response:
 def _model_card(request: Request) -> dict[str, Any]:
     state = state_of(request)
     card = {"id": state.model, "object": "model", "created": request.app.state.created, "owned_by": "lfm2serve"}
-    return {**card, "root": state.runtime.name, "parent": None, "max_model_len": state.runtime.engine.context}
+    created = datetime.fromtimestamp(request.app.state.created, UTC).isoformat()
+    anthropics = {"type": "model", "display_name": state.model, "created_at": created}
+    context = state.runtime.engine.context
+    return {**card, **anthropics, "root": state.runtime.name, "parent": None, "max_model_len": context}
 
 
 async def health(request: Request) -> Response:

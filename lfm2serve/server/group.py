@@ -183,14 +183,18 @@ class ReplyGroup:
     def running(self) -> bool:
         return self._unread > 0
 
+    @property
+    def ready(self) -> bool:
+        """Whether `next` has something to give at once."""
+        return not self._queue.empty()
+
     async def next(self, patience_s: float) -> tuple[Reply, ReplyDelta]:
         """What one of the replies gained. TimeoutError: nothing for so many seconds. Lfm2Error: one of them failed.
 
         A chat's next turn may follow its reply's end at once, so before that is given the engine knows what comes back.
         """
         try:
-            async with asyncio.timeout(patience_s):
-                item = await self._queue.get()
+            item = self._queue.get_nowait() if self.ready else await self._get(patience_s)
         except TimeoutError:
             if not self._engine.alive:
                 raise EngineDead(self._engine.fault or "the engine has stopped") from None
@@ -204,6 +208,10 @@ class ReplyGroup:
                 await to_thread.run_sync(reply.prompt.conversation.answered, reply.stream_id, reply.message)
                 reply.returned = True
         return item
+
+    async def _get(self, patience_s: float) -> tuple[Reply, ReplyDelta] | Exception:
+        async with asyncio.timeout(patience_s):
+            return await self._queue.get()
 
     async def finish(self, patience_s: float) -> None:
         """Wait for all replies."""

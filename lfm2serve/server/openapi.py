@@ -152,7 +152,8 @@ def _as_read(model: type[Strict], schema: dict[str, Any]) -> dict[str, Any]:
         for name in sorted(LABELS - set(properties)):
             properties[name] = {}
     for name, value in properties.items():
-        if name not in schema.get("required", ()) and {"type": "null"} not in value.get("anyOf", ()):
+        has_null = {"type": "null"} in value.get("anyOf", ()) or None in value.get("enum", ())
+        if name not in schema.get("required", ()) and not has_null:
             properties[name] = {"anyOf": [value, {"type": "null"}]}
     return {**schema, "properties": properties}
 

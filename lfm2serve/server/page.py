@@ -102,9 +102,9 @@ async def memory_events(request: Request) -> Response:
     """The view of the memory again and again, as server-sent events, until the client or the server leaves."""
     state = state_of(request)
 
-    async def beats() -> AsyncIterator[str]:
+    async def beats() -> AsyncIterator[bytes]:
         while not state.draining:
-            yield f"data: {to_json(view(state))}\n\n"
+            yield b"data: %b\n\n" % to_json(view(state))
             await asyncio.sleep(BEAT_S)
 
     response = StreamingResponse(beats())

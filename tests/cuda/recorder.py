@@ -23,6 +23,8 @@ class Recorder:
         self.launched: list[str] = []
         self.allocated: list[int] = []
         self.freed: list[int] = []
+        self.peak = 0  # bytes allocated at once
+        self._sizes: dict[int, int] = {}
         self._next = 1 << 40
 
     def make_current(self) -> None:
@@ -38,10 +40,13 @@ class Recorder:
         array = DeviceArray(self._next, tuple(shape), dtype)
         self._next += max(1, -(-array.nbytes // 256)) * 256
         self.allocated.append(array.pointer)
+        self._sizes[array.pointer] = array.nbytes
+        self.peak = max(self.peak, sum(self._sizes.values()))
         return array
 
     def free(self, array: DeviceArray) -> None:
         self.freed.append(array.pointer)
+        self._sizes.pop(array.pointer, None)
 
     def to_device(self, host: np.ndarray, dtype: str | None = None) -> DeviceArray:
         kinds = {"uint16": "bf16", "float32": "f32", "int32": "i32", "uint32": "u32", "int64": "i64", "uint64": "u64"}

@@ -227,7 +227,7 @@ def a_locked_server(browser: Browser, key: str) -> None:
     browser.key("Enter")
     browser.wait("!!document.querySelector('.error') && !running")
     assert "API key" in browser.run("document.querySelector('.error').textContent")
-    browser.run(f"form.elements.key.value = '{key}'; settle(); connect()")
+    browser.run(f"form.elements.key.value = '{key}'; settle(); connect(); 0")
     browser.wait("$('state').textContent === 'live'")
     browser.run("document.querySelector('.assistant .link').click()")
     idle(browser)

@@ -216,6 +216,12 @@ def test_counts_are_those_of_the_prompt(fake: Live, claude: anthropic.Anthropic)
     assert count.input_tokens == len(fake.engine.submitted[0]["prompt"]) and len(fake.engine.submitted) == 1
 
 
+def test_models(fake: Live, claude: anthropic.Anthropic) -> None:
+    [card] = claude.models.list()
+    assert (card.id, card.type, card.display_name) == ("fake-model", "model", "fake-model")
+    assert claude.models.retrieve("fake-model") == card and card.created_at.year > 2000
+
+
 def test_sampling_fields_reach_the_engine(fake: Live) -> None:
     asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "max_tokens": 7, "seed": 3, "min_p": 0.1}
     assert fake.post("/v1/messages", messages=USER, stop_sequences=["x"], draft=False, **asked).status_code == 200
@@ -327,3 +333,25 @@ def test_a_real_engine_resumes_a_conversation(real: Live) -> None:
         real.engine.drain(30)
         second = client.messages.create(model="m", messages=messages, max_tokens=8)  # type: ignore[arg-type]
         assert (second.usage.cache_read_input_tokens or 0) > 0
+
+
+def test_forced_calls_and_formats(real: Live) -> None:
+    city = {"properties": {"city": {"enum": ["Rome", "Lima"]}}, "required": ["city"], "additionalProperties": False}
+    cities = {"type": "object", **city}
+    tools: Any = [{"name": name, "input_schema": cities} for name in ("get_weather", "get_time")]
+    with anthropic.Anthropic(base_url=real.url, api_key="none", max_retries=0, timeout=60) as client:
+        for choice, names in (
+            ({"type": "any"}, {"get_weather", "get_time"}),
+            ({"type": "tool", "name": "get_time"}, {"get_time"}),
+        ):
+            alone = {**choice, "disable_parallel_tool_use": True}
+            for message in both(client, tools=tools, tool_choice=alone):
+                [call] = [block for block in message.content if block.type == "tool_use"]
+                assert message.stop_reason == "tool_use" and call.name in names
+                assert call.input in ({"city": "Rome"}, {"city": "Lima"})
+        form = {"type": "json_schema", "schema": cities}
+        message = ask(client, output_config={"format": form})
+        assert json.loads(message.content[0].text) in ({"city": "Rome"}, {"city": "Lima"})
+        bad = {"type": "json_schema", "schema": {"type": "nonsense"}}
+        with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format"):
+            ask(client, output_config={"format": bad})

@@ -1,7 +1,9 @@
-"""The OpenAPI document tells the truth: of every route, and of how requests that it allows, or doesn't, are answered."""
+"""The OpenAPI document tells the truth: of every route, and of what answers the requests that it allows or does not."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server import create_app
-from lfm2serve.server.openapi import OPERATIONS, operations_of
+from lfm2serve.server.front import OPEN_PATHS
+from lfm2serve.server.openapi import EVENTS, OPERATIONS, operations_of
 from lfm2serve.server.options import ServerOptions
 
 from .conftest import TINY
@@ -70,7 +73,7 @@ SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", served).exclude(path=EN
 
 @SCHEMA.parametrize()
 @settings(
-    max_examples=25,
+    max_examples=15,
     derandomize=True,
     database=None,
     deadline=None,
@@ -81,9 +84,69 @@ def test_what_the_document_allows_is_served_and_the_rest_refused(case: Any) -> N
     case.call_and_validate(checks=PROMISES)
 
 
-def test_the_document_has_every_route_and_nothing_else() -> None:
-    found = operations_of(APP.routes)
-    assert sorted(found) == sorted(OPERATIONS) and len(set(found)) == len(found)
+MINIMAL: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"prompt": "Hi"},
+    "/v1/responses": {"input": "Hi"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [20]},
+}
+
+
+def told(app: Any = served) -> dict[str, Any]:
+    with TestClient(app) as client:
+        document: dict[str, Any] = client.get("/openapi.json", headers={"x-api-key": "k"}).json()
+    return document
+
+
+@pytest.mark.parametrize("page", [True, False])
+def test_the_document_has_every_route_and_nothing_else(page: bool) -> None:
+    app = create_app(fake_runtime(TINY), options=ServerOptions(page=page))
+    found = operations_of(app.routes)
+    assert {(method.upper(), path) for path, methods in told(app)["paths"].items() for method in methods} == set(found)
+    assert len(set(found)) == len(found) == len(OPERATIONS) - (not page)
+
+
+def test_what_answers_look_like() -> None:
+    posts = {path: operation for (method, path), operation in OPERATIONS.items() if method == "POST"}
+    assert set(MINIMAL) == set(posts)
     with TestClient(served) as client:
-        told = client.get("/openapi.json").json()
-    assert {(method.upper(), path) for path, methods in told["paths"].items() for method in methods} == set(found)
+        for path, operation in posts.items():
+            answer = client.post(path, json=MINIMAL[path])
+            assert answer.status_code == 200 and operation.answer is not None
+            operation.answer.model_validate(answer.json(), strict=True)
+            if EVENTS in operation.media:
+                kind = client.post(path, json={**MINIMAL[path], "stream": True}).headers["content-type"]
+                assert kind.partition(";")[0] == EVENTS
+
+
+def test_what_needs_a_key() -> None:
+    app = create_app(fake_runtime(TINY), options=ServerOptions(api_keys=("k",)))
+    document = told(app)
+    free = {path for path, methods in document["paths"].items() for name in methods if "security" not in methods[name]}
+    assert free == OPEN_PATHS
+    schemes = document["components"]["securitySchemes"]
+    assert {name for each in document["paths"]["/tokenize"]["post"]["security"] for name in each} == set(schemes)
+    assert "security" not in told()["paths"]["/tokenize"]["post"]
+
+
+def test_every_reference_leads_somewhere() -> None:
+    document = told()
+    found = set(re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)))
+    assert found == set(document["components"]["schemas"]) and not any("__" in name for name in found)
+
+
+def test_fields_that_ask_for_nothing_are_in_the_document() -> None:
+    fields = told()["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert fields["suffix"] == {"enum": [None]} and fields["user"] == {"anyOf": [{}, {"type": "null"}]}
+    with TestClient(served) as client:
+        refused = client.post("/v1/completions", json={"prompt": "a", "suffix": "b"})
+    assert refused.status_code == 400
+    assert refused.json()["error"] == {
+        "message": "suffix is not supported",
+        "type": "invalid_request_error",
+        "param": "suffix",
+        "code": "unsupported_parameter",
+    }

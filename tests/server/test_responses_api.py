@@ -26,19 +26,19 @@ WEATHER = {
 CALL = '<|tool_call_start|>[get_weather(city="Rome")]<|tool_call_end|>'
 
 
-def ask(live: Live, text: Any = "Hi", **fields: Any) -> Any:
-    return live.client.responses.create(**{"model": "m", "input": text, **fields})
+def ask(live: Live, said: Any = "Hi", **fields: Any) -> Any:
+    return live.client.responses.create(**{"model": "m", "input": said, **fields})
 
 
-def stream(live: Live, text: Any = "Hi", **fields: Any) -> tuple[Any, list[Any]]:
+def stream(live: Live, said: Any = "Hi", **fields: Any) -> tuple[Any, list[Any]]:
     """The response that the client put together, and the events as they came."""
-    with live.client.responses.stream(**{"model": "m", "input": text, **fields}) as events:
+    with live.client.responses.stream(**{"model": "m", "input": said, **fields}) as events:
         seen = list(events)
         return events.get_final_response(), seen
 
 
-def both(live: Live, text: Any = "Hi", **fields: Any) -> list[Any]:
-    return [ask(live, text, **fields), stream(live, text, **fields)[0]]
+def both(live: Live, said: Any = "Hi", **fields: Any) -> list[Any]:
+    return [ask(live, said, **fields), stream(live, said, **fields)[0]]
 
 
 def prompt(live: Live) -> str:
@@ -288,7 +288,7 @@ def test_what_isnt_stored_or_failed_isnt_kept(fake: Live) -> None:
 
 def test_the_store_is_bounded() -> None:
     def stored(name: str, size: int = 0) -> Stored:
-        return Stored({"id": name, "text": "x" * size}, [{"role": "user", "content": "Hi"}])
+        return Stored.after(None, {"id": name, "text": "x" * size}, [{"role": "user", "content": "Hi"}])
 
     store = ResponseStore(max_responses=3, max_bytes=1000)
     for name in "abc":
@@ -305,6 +305,13 @@ def test_the_store_is_bounded() -> None:
     for name in "de":
         store.delete(name)
     assert (len(store), store.bytes) == (0, 0)
+
+
+def test_a_conversation_counts_in_full_with_each_response() -> None:
+    first = Stored.after(None, {"id": "a"}, [{"content": "x" * 100}])
+    second = Stored.after(first, {"id": "b"}, [{"content": "y" * 10}])
+    assert [message["content"][0] for message in second.messages] == ["x", "y"] and len(first.messages) == 1
+    assert 100 < first.size < second.size - 10
 
 
 def test_a_failure_within_a_stream_is_its_last_event(fake: Live) -> None:
@@ -412,3 +419,21 @@ def test_a_real_engine_resumes_a_conversation(real: Live) -> None:
     assert real.engine.drain(30)
     second = ask(real, "More", max_output_tokens=8, previous_response_id=first.id)
     assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens - 8
+
+
+def test_forced_calls_and_formats(real: Live) -> None:
+    city = {"properties": {"city": {"enum": ["Rome", "Lima"]}}, "required": ["city"], "additionalProperties": False}
+    cities = {"type": "object", **city}
+    tools = [{"type": "function", "name": name, "parameters": cities} for name in ("get_weather", "get_time")]
+    named = {"type": "function", "name": "get_time"}
+    for choice, names in (("required", {"get_weather", "get_time"}), (named, {"get_time"})):
+        for response in both(real, tools=tools, tool_choice=choice, parallel_tool_calls=False):
+            [call] = [item for item in response.output if item.type == "function_call"]
+            assert call.name in names and json.loads(call.arguments) in ({"city": "Rome"}, {"city": "Lima"})
+    form = {"type": "json_schema", "name": "place", "schema": cities, "strict": True}
+    response = ask(real, text={"format": form})
+    assert json.loads(response.output_text) in ({"city": "Rome"}, {"city": "Lima"})
+    assert response.text.format.type == "json_schema"
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(real, text={"format": {**form, "schema": {"type": "nonsense"}}})
+    assert caught.value.param == "text.format"

@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from lfm2serve.sampling import SamplingParams
-from lfm2serve.server.dialects.fields import Body, Hint, Name, as_chat, list_or_text, refuse, thinking_fields
+from lfm2serve.server.dialects.fields import Body, DialectChat, Hint, Name, list_or_text, refuse, thinking_fields
 from lfm2serve.server.group import Prompt
 from lfm2serve.server.requests import ChatRequest, Strict
 
-NAMES = {"response_format": "output_config.format"}
 ERROR_MARK = "Error: "  # before the result of a tool that failed; templates have no other place for it
 
 TEXT_BLOCKS = list_or_text(lambda text: {"type": "text", "text": text})
@@ -107,8 +106,14 @@ class OutputConfig(Strict):
     format: OutputFormat | None = None
 
 
-class BoundedChat(ChatRequest):
+class BoundedChat(DialectChat):
     """A chat whose max_tokens is what its client can take at most: the context may end the reply before."""
+
+    names: ClassVar[dict[str, str]] = {
+        "response_format.json_schema": "output_config.format",
+        "response_format": "output_config.format",
+        "tool_choice.function.name": "tool_choice.name",
+    }
 
     def fit(self, params: SamplingParams, prompts: Sequence[Prompt], context: int) -> SamplingParams:
         room = context - max(len(prompt.token_ids) for prompt in prompts)
@@ -145,7 +150,7 @@ class CountTokensRequest(Body):
         """The chat that this is. switches: the template's. InvalidRequest: what a chat can't say."""
         effort = self.output_config.effort if self.output_config is not None else None
         thinking = thinking_fields(switches, effort=effort, on=self.shows_thoughts)
-        return as_chat(BoundedChat, {**self._extras(), **self._chat_fields(), **thinking}, NAMES)
+        return BoundedChat.parse({**self._extras(), **self._chat_fields(), **thinking})
 
     def _chat_fields(self) -> dict[str, Any]:
         if self.messages[-1].role == "assistant":

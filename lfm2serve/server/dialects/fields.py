@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
@@ -11,6 +12,10 @@ from pydantic_core import PydanticCustomError
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.server.errors import field_path, from_validation
 from lfm2serve.server.requests import ChatRequest, Strict, screen
+
+if TYPE_CHECKING:
+    from lfm2serve.runtime import Runtime
+    from lfm2serve.structured import Grammar
 
 # What protocols define as notes to the server that no reply depends on.
 Hint = Annotated[Any, Field(description="Accepted; no reply depends on it.")]
@@ -56,19 +61,31 @@ def thinking_fields(known: frozenset[str], *, effort: str | None = None, on: boo
     return fields
 
 
-Chat = TypeVar("Chat", bound=ChatRequest)
-
-
-def as_chat(kind: type[Chat], body: dict[str, Any], names: dict[str, str]) -> Chat:
+class DialectChat(ChatRequest):
     """The chat that a request comes down to. names: what the dialect calls a chat's fields, for complaints."""
-    try:
-        return kind.parse({name: value for name, value in body.items() if value is not None})
-    except InvalidRequest as error:
-        param, message = error.param or "", error.message
-        for ours, theirs in names.items():
-            if param.startswith(ours):
-                param, message = theirs + param.removeprefix(ours), message.replace(ours, theirs, 1)
-        raise InvalidRequest(message, param=param or None, code=error.code) from None
+
+    names: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> Self:
+        with cls._renamed():
+            return super().parse({name: value for name, value in body.items() if value is not None})
+
+    def grammar(self, runtime: Runtime) -> Grammar | None:
+        with self._renamed():
+            return super().grammar(runtime)
+
+    @classmethod
+    @contextmanager
+    def _renamed(cls) -> Iterator[None]:
+        try:
+            yield
+        except InvalidRequest as error:
+            param, message = error.param or "", error.message
+            for ours, theirs in cls.names.items():
+                if param.startswith(ours):
+                    param, message = theirs + param.removeprefix(ours), message.replace(ours, theirs, 1)
+            raise InvalidRequest(message, param=param or None, code=error.code) from None
 
 
 def refuse(at: str, problem: str) -> InvalidRequest:

@@ -6,12 +6,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lfm2serve.server.dialects.fields import Body, Hint, as_chat, list_or_text, refuse, thinking_fields
+from lfm2serve.server.dialects.fields import Body, DialectChat, Hint, list_or_text, refuse, thinking_fields
 from lfm2serve.server.dialects.response_items import Item, chat_messages
 from lfm2serve.server.dialects.response_tools import Mode, ToolBox, ToolChoice, ToolItem
 from lfm2serve.server.requests import ChatRequest, Strict
 
-NAMES = {"response_format": "text.format", "max_tokens": "max_output_tokens"}
 ONE_MESSAGE = list_or_text(lambda text: {"type": "message", "role": "user", "content": text})
 
 
@@ -50,6 +49,14 @@ Included = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
+
+
+class ResponsesChat(DialectChat):
+    names: ClassVar[dict[str, str]] = {
+        "response_format.json_schema": "text.format",
+        "response_format": "text.format",
+        "max_tokens": "max_output_tokens",
+    }
 
 
 class ResponsesRequest(Body):
@@ -124,7 +131,7 @@ class ResponsesRequest(Body):
             "response_format": self._format(),
             **thinking_fields(switches, effort=self.reasoning.effort if self.reasoning is not None else None),
         }
-        return as_chat(ChatRequest, fields, NAMES)
+        return ResponsesChat.parse(fields)
 
     def _format(self) -> dict[str, Any] | None:
         asked = self.text.format if self.text is not None else None

@@ -23,7 +23,8 @@ from lfm2serve.server.requests import known_switches
 async def messages(request: Request) -> Response:
     state = state_of(request)
     asked, long = await read(request, MessagesRequest.parse)
-    return Answer(state, asked.chat(known_switches(state.runtime)), long, partial(MessageShape, asked))
+    chat = await maybe_in_thread(long, lambda: asked.chat(known_switches(state.runtime)))
+    return Answer(state, chat, long, partial(MessageShape, asked))
 
 
 async def count_tokens(request: Request) -> Response:
@@ -37,25 +38,27 @@ async def count_tokens(request: Request) -> Response:
 async def create_response(request: Request) -> Response:
     state = state_of(request)
     asked, long = await read(request, ResponsesRequest.parse)
+    before = _before(asked, state.responses)
     tools = ToolBox(asked.tools)
-    conversation = [*_before(asked, state.responses), *asked.messages()]
-    chat = asked.chat(tools, conversation, known_switches(state.runtime))
+    new = asked.messages()
+    conversation = [*before.messages, *new] if before is not None else new
+    chat = await maybe_in_thread(long, lambda: asked.chat(tools, conversation, known_switches(state.runtime)))
 
     def keep(body: dict[str, Any], message: dict[str, Any]) -> None:
         if asked.store:
-            state.responses.put(Stored(body, [*conversation, message]))
+            state.responses.put(Stored.after(before, body, [*new, message]))
 
     shape = partial(ResponseShape, asked, tools, chat.params(state.runtime), state.runtime.tokenizer, keep)
     return Answer(state, chat, long, shape)
 
 
-def _before(asked: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
-    """The conversation that a request goes on with."""
+def _before(asked: ResponsesRequest, store: ResponseStore) -> Stored | None:
+    """The response that a request goes on from."""
     name = asked.previous_response_id
     if name is None:
-        return []
+        return None
     try:
-        return store.get(name).messages
+        return store.get(name)
     except ResponseNotFound as error:
         param = "previous_response_id"
         raise InvalidRequest(f"{param}: {error.message}", param=param, code="previous_response_not_found") from None

@@ -10,7 +10,7 @@ from typing import Any
 from lfm2serve.errors import Lfm2Error
 
 MAX_RESPONSES = 4096
-MAX_BYTES = 256 * 2**20
+MAX_BYTES = 64 * 2**20
 
 
 class ResponseNotFound(Lfm2Error):
@@ -22,15 +22,20 @@ class ResponseNotFound(Lfm2Error):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """body: the response. messages: the conversation up to it, as a chat has it, without instructions."""
+    """body: the response. messages: the conversation up to it, as a chat has it, without instructions. size: about as
+    many bytes as these hold; a conversation counts in full with each of its responses."""
 
     body: dict[str, Any]
     messages: list[dict[str, Any]]
+    size: int
 
-    @property
-    def size(self) -> int:
-        """About as many bytes as it holds; a conversation counts in full with each of its responses."""
-        return len(json.dumps([self.body, self.messages]))
+    @classmethod
+    def after(cls, before: Stored | None, body: dict[str, Any], messages: list[dict[str, Any]]) -> Stored:
+        """The response to `messages`, the reply among them, behind those of `before`."""
+        new = len(json.dumps([body, messages]))
+        if before is None:
+            return cls(body, messages, new)
+        return cls(body, [*before.messages, *messages], before.size + new)
 
 
 class ResponseStore:
@@ -39,7 +44,7 @@ class ResponseStore:
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+        self._kept: OrderedDict[str, Stored] = OrderedDict()
         self.bytes = 0
 
     def __len__(self) -> int:
@@ -47,23 +52,22 @@ class ResponseStore:
 
     def put(self, stored: Stored) -> None:
         """Keep a response, unless it is larger than all that may be kept."""
-        size = stored.size
-        if size > self._max_bytes:
+        if stored.size > self._max_bytes:
             return
-        self._kept[stored.body["id"]] = stored, size
-        self.bytes += size
+        self._kept[stored.body["id"]] = stored
+        self.bytes += stored.size
         while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
-            _, (_, freed) = self._kept.popitem(last=False)
-            self.bytes -= freed
+            _, oldest = self._kept.popitem(last=False)
+            self.bytes -= oldest.size
 
     def get(self, name: str) -> Stored:
         """The response, which counts as new again. ResponseNotFound."""
         if name not in self._kept:
             raise ResponseNotFound(f"no response {name[:64]!r} is kept here")
         self._kept.move_to_end(name)
-        return self._kept[name][0]
+        return self._kept[name]
 
     def delete(self, name: str) -> None:
         """ResponseNotFound: there is no such response."""
         self.get(name)
-        self.bytes -= self._kept.pop(name)[1]
+        self.bytes -= self._kept.pop(name).size

@@ -1,0 +1,367 @@
+"""Constraints: what their masks allow, that looking ahead changes nothing, and where a thought leaves them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lfm2serve import LLM, SamplingParams
+from lfm2serve.chat.tokenizer import Tokenizer
+from lfm2serve.chat.tool_calls import parse_calls
+from lfm2serve.chat.tool_choice import tool_use
+from lfm2serve.errors import InvalidRequest, Lfm2Error
+from lfm2serve.sampling import StructuredOutputsParams
+from lfm2serve.structured import Constraint, Grammars, Thinking
+
+from .chat.conftest import TINY, save, thinking_core
+
+ROOT = Path(__file__).parent.parent
+TS, TE = "<|tool_call_start|>", "<|tool_call_end|>"
+
+
+@cache
+def grammars(path: Path) -> Grammars:
+    tokenizer = Tokenizer.from_dir(path)
+    eos = tokenizer.token_id("<|im_end|>")
+    assert eos is not None
+    return Grammars(tokenizer, tokenizer.size + 40, [eos])
+
+
+DEMO = grammars(ROOT / "lfm2serve" / "demo")
+
+
+def constraint(
+    kind: dict[str, Any], thinking: Thinking = Thinking.NEVER, use: Any = None, on: Grammars = DEMO
+) -> Constraint:
+    structure = StructuredOutputsParams(**kind) if kind else None
+    grammar = on.grammar(SamplingParams(structured_outputs=structure), use)
+    assert grammar is not None
+    return grammar.start(thinking)
+
+
+def allowed(follows: Constraint, ahead: Sequence[int] = ()) -> list[int]:
+    mask = follows.mask(ahead)
+    assert mask is not None and mask.dtype == np.uint32
+    ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return ids
+
+
+def texts(follows: Constraint, ahead: Sequence[int] = (), on: Grammars = DEMO) -> set[str]:
+    return {on.tokenizer.token_text(token) for token in allowed(follows, ahead)}
+
+
+def spoken(follows: Constraint, rng: random.Random, on: Grammars = DEMO, most: int = 400) -> str:
+    """A reply of random allowed tokens, which hurries to its end after a while."""
+    tokenizer, [eos] = on.tokenizer, on.eos
+    closing = {b'"', b")", b"]", b"}", b'"]', b'")', b'"}', b"}]"}
+    tokens: list[int] = []
+    while len(tokens) < most:
+        ids = allowed(follows)
+        ends = [i for i in ids if i == eos or tokenizer.token_bytes(i) in closing]
+        token = rng.choice(ends if ends and len(tokens) > 25 else ids)
+        follows.accept(token)
+        if token == eos:
+            return tokenizer.decode(tokens, skip_special_tokens=False)
+        tokens.append(token)
+    raise AssertionError(tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **({"parameters": parameters} if parameters else {})}}
+
+
+NUMBER = {"type": "integer", "minimum": -9, "maximum": 9}
+TOOLS = [
+    tool("plain", {
+        "type": "object",
+        "properties": {"s": {"type": "string", "maxLength": 9}, "from": NUMBER, "user-id": {"type": "boolean"}},
+        "required": ["s", "user-id"],
+        "additionalProperties": False,
+    }),
+    tool("nothing"),
+    tool("all.optional", {
+        "properties": {"a": NUMBER, "z": {"type": "null"}, "e": {"enum": ["x", 'q"\\', None, True]}},
+    }),
+    tool("deep", {
+        "type": "object", "required": ["l"], "$defs": {"E": {"enum": [1, "two"]}},
+        "properties": {"l": {"type": "array", "items": {"$ref": "#/$defs/E"}, "maxItems": 3, "minItems": 1}},
+    }),
+    tool("two words", {"properties": {"a": NUMBER}, "required": ["a"], "additionalProperties": False}),
+    tool("any", {"type": "object", "additionalProperties": NUMBER, "maxProperties": 2}),
+]  # fmt: skip
+NEEDED = {"plain": {"s", "user-id"}, "deep": {"l"}, "two words": {"a"}}
+
+
+@pytest.mark.parametrize("name", [None, *(tool["function"]["name"] for tool in TOOLS)])
+def test_calls_follow_the_tools_schemas(name: str | None) -> None:
+    choice = "required" if name is None else {"type": "function", "function": {"name": name}}
+    for seed in range(12):
+        parallel = seed % 2 == 0
+        said = spoken(constraint({}, use=tool_use(TOOLS, choice, parallel)), random.Random(seed))
+        body = said.removeprefix(TS).removesuffix(TE)
+        assert said == f"{TS}{body}{TE}"
+        calls = parse_calls(body, TOOLS)
+        assert calls and (parallel or len(calls) == 1)
+        for made, text in calls:
+            arguments = json.loads(text)
+            properties = next(t for t in TOOLS if t["function"]["name"] == made)["function"].get("parameters", {})
+            assert name in (None, made) and NEEDED.get(made, set()) <= arguments.keys()
+            assert made == "any" or arguments.keys() <= properties.get("properties", {}).keys()
+            assert type(arguments.get("from", 0)) is int and type(arguments.get("user-id", True)) is bool
+            assert len(arguments.get("s", "")) <= 9 and arguments.get("z") is None
+            assert arguments.get("e") in ("x", 'q"\\', None, True) and -9 <= arguments.get("a", 0) <= 9
+            assert all(item in (1, "two") for item in arguments.get("l", [1]))
+
+
+LIST = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}
+KINDS: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "[ab]{2,4}/?"}, "[ab]{2,4}/?"),
+    ({"choice": ["yes", "yes!", "no\n"]}, "yes!?|no\n"),
+    ({"grammar": 'start: "x" /[0-9]/ "y"?'}, "x[0-9]y?"),
+    ({"json": LIST}, r"\s*\[[12,\s]*\]\s*"),
+    ({"json": LIST, "disable_any_whitespace": True}, r"\[[12,]*\]"),
+    ({"json": LIST, "whitespace_pattern": "__"}, r"[12,_\[\]]*"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "pattern"), KINDS)
+def test_every_allowed_way_matches(kind: dict[str, Any], pattern: str) -> None:
+    for seed in range(10):
+        said = spoken(constraint(kind), random.Random(seed))
+        assert re.fullmatch(pattern, said), said
+
+
+def test_objects_can_be_closed() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {"const": 1}}}}}
+    assert "}" not in texts(constraint({"json": schema, "disable_additional_properties": True}), [])
+    said = {
+        spoken(constraint({"json": schema, "disable_additional_properties": True}), random.Random(n)) for n in range(9)
+    }
+    assert all(json.loads(text) in ({}, {"a": {}}, {"a": {"b": 1}}) for text in said)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 999), kind=st.sampled_from([kind for kind, _ in KINDS]), ahead=st.integers(0, 6))
+def test_looking_ahead_is_what_accepting_gives(seed: int, kind: dict[str, Any], ahead: int) -> None:
+    rng, thinking = random.Random(seed), random.Random(seed).choice(list(Thinking))
+    looked, took = constraint(kind, thinking), constraint(kind, thinking)
+    tokens: list[int] = []
+    for _ in range(ahead):
+        mask = took.mask(())
+        ids = range(DEMO.tokenizer.size) if mask is None else allowed(took)
+        tokens.append(rng.choice([*ids, DEMO.end_think_id or 0] if mask is None else ids))
+        took.accept(tokens[-1])
+    before = looked.mask(())
+    for count in (len(tokens), 0, *range(len(tokens))):
+        looked.mask(tokens[:count])
+    impossible = [*tokens, 0, 0, 0]
+    looked.mask(impossible)
+    for mask, other in ((looked.mask(tokens), took.mask(())), (before, looked.mask(()))):
+        assert (mask is None) == (other is None) and (mask is None or np.array_equal(mask, other))
+
+
+def test_eos_comes_where_the_grammar_may_end_and_nothing_follows_it() -> None:
+    [eos] = DEMO.eos
+    follows = constraint({"regex": "ab?"})
+    assert eos not in allowed(follows)
+    [a], [b] = DEMO.tokenizer.encode_plain("a"), DEMO.tokenizer.encode_plain("b")
+    assert set(allowed(follows, [a])) == {b, eos}
+    assert allowed(follows, [a, b]) == [eos]
+    assert follows.mask([a, eos]) is None
+    follows.accept(a)
+    follows.accept(eos)
+    assert follows.mask(()) is None
+
+
+def test_a_reply_that_leaves_the_grammar_fails() -> None:
+    follows = constraint({"regex": "ab"})
+    follows.accept(DEMO.tokenizer.encode_plain("z")[0])
+    with pytest.raises(Lfm2Error, match="structured output can't go on"):
+        follows.mask(())
+
+
+def test_control_tokens_are_never_text() -> None:
+    control = set(DEMO.tokenizer.control_tokens.values())
+    ids = allowed(constraint({"regex": "(?s:.*)"}))
+    assert control.isdisjoint(set(ids) - DEMO.eos) and len(ids) > 2000
+
+
+# ---- thoughts ----
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    folder = tmp_path_factory.mktemp("thinking")
+    return grammars(save(thinking_core(), folder, bos_token={"content": "<|startoftext|>"}))
+
+
+@pytest.fixture(params=["token", "spelled"])
+def either(request: pytest.FixtureRequest, thinking: Grammars) -> Grammars:
+    """A tokeniser with tokens for <think> and </think>, and one that spells them."""
+    chosen = thinking if request.param == "token" else grammars(TINY)
+    assert (chosen.think_id is not None) == (request.param == "token")
+    return chosen
+
+
+CHOICE = {"choice": ["yes", "no"]}
+
+
+def test_a_thought_that_the_prompt_opened_is_free(either: Grammars) -> None:
+    tokenizer = either.tokenizer
+    follows = constraint(CHOICE, Thinking.OPENED, on=either)
+    thought = tokenizer.encode("I <think> so: no < </thin")
+    for count in range(len(thought)):
+        assert follows.mask(thought[:count]) is None
+    for token in thought:
+        follows.accept(token)
+    for token in tokenizer.encode("</think>"):
+        assert follows.mask(()) is None
+        follows.accept(token)
+    first = texts(follows, on=either)
+    assert (
+        {"y", "n"} <= first
+        and " " in first
+        and all(text in ("y", "n", "yes", "no", "ye") or text.isspace() for text in first)
+    )
+    [blank] = tokenizer.encode_plain("\n")
+    assert not any(text.isspace() for text in texts(follows, [blank], on=either))
+    follows.accept(blank)
+    assert spoken(follows, random.Random(1), on=either) in ("yes", "no")
+
+
+def test_a_thought_may_begin_or_not(either: Grammars) -> None:
+    tokenizer = either.tokenizer
+    opening = tokenizer.encode("<think>")
+    follows = constraint(CHOICE, Thinking.MAYBE, on=either)
+    for count in range(len(opening)):
+        assert opening[count] in allowed(follows, opening[:count])
+    assert {"y", "n"} <= texts(follows, on=either)
+    assert follows.mask(opening) is None
+    assert spoken(constraint(CHOICE, Thinking.NEVER, on=either), random.Random(2), on=either) in ("yes", "no")
+    assert opening[0] not in allowed(constraint(CHOICE, Thinking.NEVER, on=either))
+    answered = constraint(CHOICE, Thinking.MAYBE, on=either)
+    for token in tokenizer.encode_plain("no"):
+        answered.accept(token)
+    assert allowed(answered) == list(either.eos)
+    for token in [*opening, *tokenizer.encode("well</think>")]:
+        follows.accept(token)
+    assert {"y", "n"} <= texts(follows, on=either)
+
+
+def test_an_answer_may_begin_like_a_spelled_thought() -> None:
+    spelled = grammars(TINY)
+    follows = constraint({"regex": "<th?a>"}, Thinking.MAYBE, on=spelled)
+    for token in spelled.tokenizer.encode_plain("<t"):
+        follows.accept(token)
+    assert {"h", "a"} <= texts(follows, on=spelled)
+    for token in spelled.tokenizer.encode_plain("a>"):
+        follows.accept(token)
+    assert allowed(follows) == list(spelled.eos)
+
+
+def test_what_shares_a_token_with_the_end_of_a_thought_counts() -> None:
+    spelled = grammars(TINY)
+    follows = constraint(CHOICE, Thinking.OPENED, on=spelled)
+    place = follows._thinking(b"a</think> ye", 0)  # type: ignore[attr-defined]
+    assert spelled.tokenizer.decode(place.tokens) == "ye"
+
+
+# ---- parameters ----
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "got none"),
+        ({"regex": "a", "choice": ["a"]}, "got regex, choice"),
+        ({"json_object": False}, "got none"),
+        ({"choice": "yes"}, "list of strings"),
+        ({"choice": [""]}, "none of them empty"),
+        ({"regex": ""}, "regex must be a string"),
+        ({"json": "{"}, "json is not valid JSON"),
+        ({"json": [1]}, "json must be a schema"),
+        ({"json_object": True, "whitespace_pattern": ""}, "whitespace_pattern must be"),
+    ],
+)
+def test_parameters_are_checked(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as caught:
+        StructuredOutputsParams(**fields)
+    assert caught.value.param == "structured_outputs"
+    with pytest.raises(InvalidRequest, match="must be StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+# ---- the library ----
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", progress=False, device="cpu", context=1024, kv_pages=16, prompt_cache_gib=0.125) as llm:
+        yield llm
+
+
+def test_replies_do_not_depend_on_drafts_or_neighbours(llm: LLM) -> None:
+    """Long, repetitive answers: drafts are proposed, taken and refused, and change nothing."""
+    properties = {"name": {"enum": ["Anna", "Bert"]}, "n": NUMBER}
+    item = {"type": "object", "properties": properties, "required": ["name", "n"], "additionalProperties": False}
+    schema = {"type": "array", "items": item, "minItems": 8, "maxItems": 8}
+    params = [
+        SamplingParams(temperature=t, seed=4, max_tokens=400, structured_outputs=StructuredOutputsParams(**kind))
+        for t in (0.0, 0.7)
+        for kind in ({"json": schema}, {"regex": "(na |no ){30}"}, {"choice": ["Lima"]})
+    ]
+    prompts = [f"List {n}: " for n in range(len(params))]
+    before = llm._open_runtime().engine.stats().counters.accepted_tokens
+    together = llm.generate(prompts, params, use_tqdm=False)
+    assert llm._open_runtime().engine.stats().counters.accepted_tokens > before
+    for prompt, how, output in zip(prompts, params, together, strict=True):
+        for drafts in (True, False):
+            [alone] = llm.generate(prompt, how, draft=drafts)
+            assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+        structure, text = how.structured_outputs, output.outputs[0].text
+        assert structure is not None and output.outputs[0].finish_reason == "stop"
+        assert structure.json is None or len(json.loads(text)) == 8
+        assert structure.regex is None or re.fullmatch(structure.regex, text)
+
+
+def test_logprobs_are_of_the_raw_logits(llm: LLM) -> None:
+    [free] = llm.generate("Lima is", SamplingParams(temperature=0, max_tokens=1, logprobs=3))
+    kept = StructuredOutputsParams(choice=["Zebra"])
+    [held] = llm.generate("Lima is", SamplingParams(temperature=0, max_tokens=1, logprobs=3, structured_outputs=kept))
+    assert free.outputs[0].logprobs is not None and held.outputs[0].logprobs is not None
+    top = dict(list(free.outputs[0].logprobs[0].items())[:3])
+    assert {token: held.outputs[0].logprobs[0][token] for token in top} == top
+    assert held.outputs[0].token_ids[0] not in top
+
+
+def test_the_library_calls_tools(llm: LLM) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tools = [tool("get_weather", city)]
+    question = [{"role": "user", "content": "What is the weather in Lima?"}]
+    [output] = llm.chat(question, SamplingParams(temperature=0, max_tokens=40), tools=tools)
+    reply = output.outputs[0]
+    [call] = reply.tool_calls
+    assert (call.name, json.loads(call.arguments), reply.text) == ("get_weather", {"city": "Lima"}, "")
+    assert reply.finish_reason == "tool_calls" and "get_weather" in repr(reply)
+    deltas = list(llm.stream(question, SamplingParams(temperature=0, max_tokens=40), tools=tools))
+    [delta] = [call for delta in deltas for call in delta.tool_calls]
+    assert (delta.index, delta.name, delta.arguments) == (0, call.name, call.arguments)
+    hello = [{"role": "user", "content": "Hello, who are you?"}]
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    params = SamplingParams(temperature=0, max_tokens=40)
+    assert not llm.chat(hello, params, tools=tools)[0].outputs[0].tool_calls
+    short = [tool("get_weather", {**city, "properties": {"city": {"type": "string", "maxLength": 9}}})]
+    assert llm.chat(hello, params, tools=short, tool_choice=choice)[0].outputs[0].tool_calls[0].name == "get_weather"
+    for wrong in ("always", {"type": "function", "function": {"name": "other"}}):
+        with pytest.raises(InvalidRequest, match="tool_choice"):
+            llm.chat(hello, tools=tools, tool_choice=wrong)
