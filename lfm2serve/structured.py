@@ -56,6 +56,9 @@ class Grammars:
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self.blanks = np.zeros(self.words, np.uint32)
         self.openings = np.zeros(self.words, np.uint32)  # tokens that <think> may begin with
+        self.going_on = np.full(self.words, 0xFFFFFFFF, np.uint32)  # a thought isn't the reply's end
+        for number in self.eos:
+            self.going_on[number >> 5] &= np.uint32(~(1 << (number & 31)) & 0xFFFFFFFF)
 
     def grammar(self, params: SamplingParams, use: ToolUse | None = None, param: str | None = None) -> Grammar | None:
         """The grammar that a request asks for; None: none. use: its tools. param: what its errors name.
@@ -174,7 +177,7 @@ class Grammar:
         self._matcher = matcher
 
     def start(self, thinking: Thinking = Thinking.NEVER) -> Constraint:
-        """The constraint of one reply. Its thought is free: the grammar begins behind it."""
+        """The constraint of one reply. Its thought is free but for eos: the grammar begins behind it."""
         return GrammarConstraint(self._grammars, self._matcher.deep_copy(), thinking)
 
 
@@ -197,7 +200,7 @@ class _Place:
 
 
 class GrammarConstraint:
-    """Free while the reply thinks, then the grammar's."""
+    """All tokens but eos while the reply thinks, then the grammar's."""
 
     def __init__(self, grammars: Grammars, matcher: LLMatcher, thinking: Thinking) -> None:
         self._grammars = grammars
@@ -216,8 +219,10 @@ class GrammarConstraint:
         place = self._place
         for token in ahead:
             place = self._behind(place, token)
-        if place.stage in (_Stage.THINKING, _Stage.DONE):
+        if place.stage is _Stage.DONE:
             return None
+        if place.stage is _Stage.THINKING:
+            return self._grammars.going_on
         bits = self._grammar_bits(place.tokens)
         if place.stage is _Stage.OPENING:
             opening = self._grammars.openings if not place.text else self._next_openings(place.text)

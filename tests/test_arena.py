@@ -170,6 +170,17 @@ def test_a_release_forgets_failures(arena: Arena, mapper: FakeMapper) -> None:
     assert not arena.ready((0,), alone=False) and arena.settle(60) and arena.ready((0,), alone=False)
 
 
+def test_who_has_left_is_told_of_no_failure(arena: Arena, mapper: FakeMapper) -> None:
+    mapper.hold.clear()
+    mapper.failing = {0}
+    assert not arena.ready((0,), alone=False) and mapper.held.wait(60)
+    arena.ahead([])  # the stream that waited is cancelled
+    mapper.hold.set()
+    assert arena.settle(60)
+    mapper.failing = set()
+    assert not arena.ready((0,), alone=False) and arena.settle(60) and arena.ready((0,), alone=False)
+
+
 def test_a_lost_device_is_no_lack_of_memory(arena: Arena, mapper: FakeMapper) -> None:
     mapper.failing, mapper.fatal = {0}, True
     arena.ahead([0])

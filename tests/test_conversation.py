@@ -13,6 +13,7 @@ from lfm2serve import LLM, RequestOutput, SamplingParams
 from lfm2serve.chat.prompt import ChatPrompt
 from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.counters import CacheStats
+from lfm2serve.keeping import SPARED_ROWS
 from lfm2serve.runtime import Runtime
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
@@ -305,24 +306,24 @@ def thinking(demo: LLM) -> Iterator[LLM]:
 
 def test_thoughts_and_calls_are_resumed_as_they_come_back(thinking: LLM) -> None:
     """Within a user's turn the thought is shown to the model, in the next one no more; the call's quotes differ from
-    those that were drawn. Each time the pass behind the reply has prepared what comes."""
+    those that were drawn. No more than a few rows run again."""
     end = runtime_of(thinking).tokenizer.token_id("</think>")
     assert end is not None
     how = {"tools": [WEATHER], "tool_choice": "required"}
-    params = SamplingParams(temperature=0.8, seed=2, max_tokens=120, logit_bias={end: 13.0})
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=200, logit_bias={end: 19.0})
     messages = [user("Think. What is the weather in Lima?")]
     for follow in (RESULT, user("And now?"), user("Once more?")):
         output = ask(thinking, messages, params, **how)
         reply = output.outputs[0]
         assert reply.reasoning and not reply.text and reply.finish_reason == "tool_calls", reply
+        settle(thinking)
         plain = ask(thinking, messages, params, **how, prompt_cache=False, draft=False)
         assert token_ids(plain) == token_ids(output)
-        settle(thinking)
         messages += [as_returned(output), follow]
         kept = runtime_of(thinking).encode_chat(messages[:-1], tools=[WEATHER], add_generation_prompt=False)
         prompt = runtime_of(thinking).encode_chat(messages, tools=[WEATHER])
         following = ask(thinking, messages, params, **how)
         if prompt[: len(kept)] == kept:
-            assert following.num_cached_tokens >= len(kept)
+            assert following.num_cached_tokens > len(kept) - SPARED_ROWS
         else:  # the new user message has taken the thought out of the history
             assert follow["role"] == "user" and 0 < following.num_cached_tokens < len(kept)

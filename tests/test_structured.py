@@ -16,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lfm2serve import LLM, SamplingParams
+from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.chat.tool_calls import parse_calls
 from lfm2serve.chat.tool_choice import tool_use
 from lfm2serve.errors import InvalidRequest, Lfm2Error
 from lfm2serve.sampling import StructuredOutputsParams
+from lfm2serve.stream import StreamEvent
 from lfm2serve.structured import Constraint, Grammars, Thinking
 
 from .chat.conftest import TINY, save, thinking_core
@@ -157,9 +159,10 @@ def test_looking_ahead_is_what_accepting_gives(seed: int, kind: dict[str, Any], 
     looked, took = constraint(kind, thinking), constraint(kind, thinking)
     tokens: list[int] = []
     for _ in range(ahead):
-        mask = took.mask(())
-        ids = range(DEMO.tokenizer.size) if mask is None else allowed(took)
-        tokens.append(rng.choice([*ids, DEMO.end_think_id or 0] if mask is None else ids))
+        if took.mask(()) is None:  # eos was drawn
+            break
+        ids = [i for i in allowed(took) if i < DEMO.tokenizer.size]
+        tokens.append(DEMO.end_think_id if DEMO.end_think_id in ids and rng.random() < 0.5 else rng.choice(ids))
         took.accept(tokens[-1])
     before = looked.mask(())
     for count in (len(tokens), 0, *range(len(tokens))):
@@ -220,12 +223,11 @@ def test_a_thought_that_the_prompt_opened_is_free(either: Grammars) -> None:
     tokenizer = either.tokenizer
     follows = constraint(CHOICE, Thinking.OPENED, on=either)
     thought = tokenizer.encode("I <think> so: no < </thin")
+    every = set(range(32 * either.words)) - either.eos
     for count in range(len(thought)):
-        assert follows.mask(thought[:count]) is None
-    for token in thought:
-        follows.accept(token)
-    for token in tokenizer.encode("</think>"):
-        assert follows.mask(()) is None
+        assert set(allowed(follows, thought[:count])) == every
+    for token in [*thought, *tokenizer.encode("</think>")]:
+        assert set(allowed(follows)) == every
         follows.accept(token)
     first = texts(follows, on=either)
     assert (
@@ -246,7 +248,7 @@ def test_a_thought_may_begin_or_not(either: Grammars) -> None:
     for count in range(len(opening)):
         assert opening[count] in allowed(follows, opening[:count])
     assert {"y", "n"} <= texts(follows, on=either)
-    assert follows.mask(opening) is None
+    assert set(allowed(follows, opening)) == set(range(32 * either.words)) - either.eos
     assert spoken(constraint(CHOICE, Thinking.NEVER, on=either), random.Random(2), on=either) in ("yes", "no")
     assert opening[0] not in allowed(constraint(CHOICE, Thinking.NEVER, on=either))
     answered = constraint(CHOICE, Thinking.MAYBE, on=either)
@@ -365,3 +367,50 @@ def test_the_library_calls_tools(llm: LLM) -> None:
     for wrong in ("always", {"type": "function", "function": {"name": "other"}}):
         with pytest.raises(InvalidRequest, match="tool_choice"):
             llm.chat(hello, tools=tools, tool_choice=wrong)
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_the_answer_behind_a_thought_follows_its_schema(llm: LLM, opened: bool) -> None:
+    runtime = llm._open_runtime()
+    source = "{{ bos_token }}<|im_start|>user\n{{ messages[0].content }}<|im_end|>\n<|im_start|>assistant\n"
+    before = runtime.template
+    runtime.template = ChatTemplate(source + ("<think>" if opened else "{# <think> #}"), runtime.tokenizer)
+    try:
+        params = SamplingParams(
+            seed=1, max_tokens=200, logit_bias={DEMO.end_think_id or 0: 20.0},
+            structured_outputs=StructuredOutputsParams(json={"type": "array", "items": NUMBER, "maxItems": 4}),
+        )  # fmt: skip
+        replies = llm.chat([{"role": "user", "content": "17 - 6 + 3 * 2?"}], params.with_(n=4))[0].outputs
+        assert any(reply.reasoning for reply in replies) == opened
+        assert all(isinstance(json.loads(reply.text), list) and reply.finish_reason == "stop" for reply in replies)
+    finally:
+        runtime.template = before
+
+
+class Broken:
+    """A constraint whose grammar gives up after some tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+
+    def mask(self, ahead: Sequence[int]) -> None:
+        if self.left - len(ahead) <= 0:
+            raise Lfm2Error("structured output can't go on: too complex")
+
+    def accept(self, token: int) -> None:
+        self.left -= 1
+
+
+def test_a_grammar_that_gives_up_ends_its_reply_only(llm: LLM) -> None:
+    engine = llm._open_runtime().engine
+    prompt = llm.get_tokenizer().encode("Once upon a time")
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    [alone] = llm.generate(prompt, params)
+    events: dict[str, list[StreamEvent]] = {"broken": [], "beside": []}
+    for name, follows in (("broken", Broken(5)), ("beside", None)):
+        engine.submit(prompt, params, events[name].append, seed=0, draft=False, constraint=follows)
+    assert engine.drain(60) and engine.census().clean
+    last = events["broken"][-1]
+    assert last.finish_reason == "error" and "too complex" in str(last.error)
+    assert sum(len(event.tokens) for event in events["broken"]) == 5
+    assert [token for event in events["beside"] for token in event.tokens] == alone.outputs[0].token_ids

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..batch import PAGE_ROWS, RING_ROWS, Batch, SampleResult, SampleRows
 from . import attention as _attention
+from . import attention_wgmma as _attention_wgmma
 from . import conv as _conv
 from . import copies as _copies
 from . import embed as _embed
@@ -41,6 +42,8 @@ VERIFY_ROWS = 16  # segments of up to so many rows are decode rows to attention
 PROMPT_CONV_ROWS = 8  # rows of a conv tile in prompts
 RANGE_BYTES = 32 * (HEAD + 2) * 4  # a range's partial results, at 32 heads
 RESULT_BYTES = 1 << 20
+RANGE_NS = 1700  # of a prompt's tile over one range
+BYTES_A_NS = 3500  # partial results, to memory and back
 
 
 class CudaBackend(DeviceMemory):
@@ -70,6 +73,13 @@ class CudaBackend(DeviceMemory):
         self.most_ranges = scratch_bytes // 4 // RANGE_BYTES
         """ranges of attention that decode rows may spread over; more are walked through tile by tile, with the same
         bits"""
+        wide = self.device.supports(_attention_wgmma.attention_wgmma)
+        self._prompt_attention = (
+            (_attention_wgmma.attention_wgmma, _attention_wgmma.THREADS, _attention_wgmma.SHARED_BYTES,
+             _attention_wgmma.QUERIES)
+            if wide
+            else (_attention.attention_rows, 32 * _attention.WARPS, 4 * _attention.RANGE_BYTES, _attention.QUERIES)
+        )  # fmt: skip
         self._no_bias = self.zeros((_route.MOST_EXPERTS,), "f32")
         self._arrived = self.zeros((_route.SPREAD_BLOCKS,), "u32")
 
@@ -135,11 +145,15 @@ class CudaBackend(DeviceMemory):
 
     def plan_attention(self, batch: DeviceBatch) -> None:
         """Count the ranges of a decode batch's rows."""
+        batch.range_start = self._range_starts(batch)
+
+    def _range_starts(self, batch: DeviceBatch) -> DeviceArray:
         start = self.scratch.take((batch.rows + 1,), "i32")
-        batch.range_start, batch.owner = start.array, (batch.owner, start)
+        batch.owner = (batch.owner, start)
         self.launch(
             _attention.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, batch.rows, start
         )
+        return start.array
 
     def send_page_table(self, table: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
         """Bring the device's copy of the page table up to date for `slots`."""
@@ -196,6 +210,7 @@ class CudaBackend(DeviceMemory):
 
     def linear(self, x: Activations, weight: PackedWeight, residual: Activations | None = None) -> Activations:
         """r(x wT) [R, N], or r(residual + r(x wT)); for gated weights the SwiGLU's activations."""
+        _ = x.array  # what is pending gives memory back when it is queued
         out = self.scratch.take((len(x), weight.outputs), "bf16")
         self._product(x, weight, out, residual)
         return out
@@ -273,13 +288,21 @@ class CudaBackend(DeviceMemory):
         out = self.scratch.take(q.shape, "bf16")
         if batch.range_start is None:
             if batch.tiles is None:
-                assert batch.host is not None
-                *batch.tiles, owner = self.send(*attention_tiles(batch.host, group))
-                batch.owner = (batch.owner, owner)
+                self._plan_tiles(batch, group, kv_heads)
+            tiles, starts = batch.tiles, batch.part_start
+            assert tiles is not None
+            partial, scale, parts = None, None, 1
+            if starts is not None:
+                parts = -(-batch.longest // batch.each)
+                partial = self.scratch.take((batch.ranges, heads, HEAD), "f32")
+                scale = self.scratch.take((batch.ranges, heads, 2), "f32")
+            kernel, threads, shared = self._prompt_attention[:3]
             self.launch(
-                _attention.attention_rows, (batch.tiles[0].shape[0], kv_heads), 32 * _attention.WARPS, q, *common,
-                *batch.tiles, out, shared=4 * _attention.RANGE_BYTES,
+                kernel, (tiles[0].shape[0], kv_heads, parts), threads, q, *common, *tiles, batch.each, starts, partial,
+                scale, out, shared=shared,
             )  # fmt: skip
+            if starts is not None:
+                self._merge(partial, scale, starts, batch, heads, out)
             return out
         partial = self.scratch.take((batch.ranges, heads, HEAD), "f32")
         scale = self.scratch.take((batch.ranges, heads, 2), "f32")
@@ -288,8 +311,36 @@ class CudaBackend(DeviceMemory):
             _attention.attention_ranges, (blocks, kv_heads), 32, q, *common, batch.rows, batch.range_start, partial,
             scale, shared=2 * _attention.RANGE_BYTES,
         )  # fmt: skip
-        self.launch(_attention.attention_merge, (batch.rows, heads), 32, partial, scale, batch.range_start, heads, out)
+        self._merge(partial, scale, batch.range_start, batch, heads, out)
         return out
+
+    def _merge(
+        self, partial: Activations | None, scale: Activations | None, starts: DeviceArray, batch: DeviceBatch,
+        heads: int, out: Activations,
+    ) -> None:  # fmt: skip
+        """Queue the merge of a batch's partial results."""
+        few = batch.rows * heads <= 4 * self.device.multiprocessors
+        at_once = min(_attention.MOST_AT_ONCE if few else 96, 32 * -(-batch.ranges // (32 * batch.rows)))
+        self.launch(
+            _attention.attention_merge, (batch.rows, heads), _attention.MERGE_THREADS, partial, scale, starts, heads,
+            at_once, out, shared=at_once * _attention.MERGE_BYTES,
+        )  # fmt: skip
+
+    def _plan_tiles(self, batch: DeviceBatch, group: int, kv_heads: int) -> None:
+        """How a prompt's attention runs: its tiles, and where they are few behind a long context, in how many parts."""
+        host, queries = batch.host, self._prompt_attention[3]
+        assert host is not None
+        *batch.tiles, owner = self.send(*attention_tiles(host, queries // group))
+        batch.owner = (batch.owner, owner)
+        blocks, ranges = len(batch.tiles[0]) * kv_heads, count_ranges(host)
+        batch.longest = int(host.positions.max()) // _attention.RANGE + 1
+        parts = min(batch.longest, self.device.multiprocessors // blocks)
+        if parts > 1 and ranges <= self.most_ranges:
+            each = -(-batch.longest // parts)
+            there_and_back = 2 * ranges * kv_heads * group * (HEAD + 2) * 4 / BYTES_A_NS
+            if each * RANGE_NS + there_and_back < batch.longest * RANGE_NS:
+                batch.each, batch.ranges = each, ranges
+                batch.part_start = self._range_starts(batch)
 
     def swiglu(self, x: Activations, w13: PackedWeight, w2: PackedWeight, residual: Activations) -> Activations:
         """r(residual + r(w2 r(r(silu(w1 x)) * r(w3 x))))."""
@@ -486,8 +537,8 @@ def scratch_need(
     once; ranges: attention ranges of all decode rows together.
     """
     widest = max(3 * hidden + hidden, qkv + 2 * heads * HEAD, features, pairs * (expert_features + hidden + 16))
-    step = rows * (4 * hidden + widest) * 2
-    return step + 3 * logit_rows * vocab * 4 + ranges * heads * (HEAD + 2) * 4 + (64 << 20)
+    step = rows * (4 * hidden + widest) * 2  # half of it again, since free blocks don't lie together
+    return step * 3 // 2 + 3 * logit_rows * vocab * 4 + ranges * heads * (HEAD + 2) * 4 + (64 << 20)
 
 
 __all__ = ["CudaBackend", "KVCache", "PenaltyTables", "most_round_rows", "scratch_need"]

@@ -1,11 +1,11 @@
 """Causal attention over the paged K/V pool on tensor cores.
 
-Keys are reduced in ranges of 128 absolute positions. A range gives every query a partial result: the largest score, the
-sum of weights and the weighted values, in `range_partial`; partial results are merged in ascending order, by
-`merged`. Prompt rows do both in one kernel that walks over the ranges (`attention_rows`); decode rows spread their
-ranges over the GPU (`attention_ranges`) and merge afterwards (`attention_merge`). Both use the same functions, so a
-row has the same bits either way. A key past a row's position weighs exactly nothing, and a range without visible keys
-is not merged.
+Keys are reduced in ranges of 128 absolute positions. A range gives every query a partial result: the largest score and
+the sum of weights (`range_weights`) and the weighted values; partial results are merged in ascending order, by
+`merged`. Prompt rows do both in one kernel that walks over the ranges (`attention_rows`, and attention_wgmma.py);
+decode rows spread their ranges over the GPU (`attention_ranges`) and merge afterwards (`attention_merge`), and so do
+few prompt rows behind a long context. All use the same functions and products of the same order, so a row has the same
+bits any way. A key past a row's position weighs exactly nothing, and a range without visible keys is not merged.
 
 A warp takes 16 query vectors: the heads that share a K/V head, of one or several rows. Tiles in shared memory are
 [128 positions][8 pieces of 16 bytes], piece c of position p at c ^ (p & 7), as in the pool (see rope.py).
@@ -22,14 +22,16 @@ from .functions import LOG2_E, ONE, ZERO, pack
 from .scalar import (
     SIMULATED,
     add,
+    bits_of,
     device,
-    div,
     exp2_approx,
+    float_of,
     fma,
     larger,
     let_next_start,
     mul,
     shuffle_xor,
+    store4,
     sub,
     wait_for_earlier,
 )
@@ -37,13 +39,16 @@ from .unroll import registers, static, unrolled
 
 if not SIMULATED:
     from .ptx import (
+        cp_async_16,
         cp_async_16_or_zero,
         cp_async_commit,
         cp_async_wait,
         ldmatrix_x4,
         ldmatrix_x4_transposed,
         mma,
+        reciprocal,
         shared_address,
+        shuffle_up,
     )
 
     wait_all_copies, wait_all_but_newest = cp_async_wait(0), cp_async_wait(1)
@@ -56,7 +61,10 @@ LOWEST = np.float32(-np.inf)
 WARPS = 8  # of a block of attention_rows
 QUERIES = 16 * WARPS  # query vectors of such a block
 MOST_GROUP = 8  # query heads of a K/V head
-AT_ONCE = 16  # partial results that attention_merge loads ahead
+MERGE_THREADS = 128
+MOST_AT_ONCE = 256  # ranges that attention_merge fetches together
+MERGE_BYTES = 4 * (64 + 3)  # of shared memory for each
+TOPS = MOST_AT_ONCE // 32
 NOBODY = -1  # the last visible position of a query that doesn't exist
 
 
@@ -75,13 +83,9 @@ def quad_sum(x):
 
 @device
 @unrolled
-def range_partial(q: 16, keys, values, first, second, lane):
-    """Partial result of 16 queries over one range; a lane has those of rows lane / 4 and lane / 4 + 8 of the tile.
-
-    q: A fragments of 4 steps of 16 dims. keys, values: shared addresses of the tiles. first, second: last visible
-    position of the lane's two rows, counted in the range (negative: none). Returns 32 sums of weighted values, as C
-    fragments, and for both rows the largest score (in powers of 2, -inf: nothing seen) and the sum of weights.
-    """
+def range_scores(q: 16, keys, lane):
+    """Scores of 16 queries against a range's keys, as C fragments. q: A fragments of 4 steps of 16 dims; keys: shared
+    address of the tile."""
     line = np.int32(lane & np.int32(7))
     part = np.int32(lane >> np.int32(3))
     key = np.uint32(np.uint32(keys) + np.uint32(line * np.int32(128)) + np.uint32(np.int32(part ^ line) * np.int32(16)))
@@ -95,6 +99,18 @@ def range_partial(q: 16, keys, values, first, second, lane):
                 q[4 * k], q[4 * k + 1], q[4 * k + 2], q[4 * k + 3], b[2 * k], b[2 * k + 1], scores[4 * n],
                 scores[4 * n + 1], scores[4 * n + 2], scores[4 * n + 3],
             )  # fmt: skip
+    return scores
+
+
+@device
+@unrolled
+def range_weights(scores: 64, first, second, lane):
+    """Weights of a range's keys, from scores as C fragments to A fragments of 8 steps of 16 keys.
+
+    A lane has rows lane / 4 and lane / 4 + 8 of its tile of 16 queries. first, second: their last visible position,
+    counted in the range (negative: none). Also for both the largest score (in powers of 2, -inf: nothing seen) and the
+    sum of weights.
+    """
     if first < np.int32(127) or second < np.int32(127):
         column = np.int32(np.int32(lane & np.int32(3)) * np.int32(2))
         first = np.int32(first - column)
@@ -113,12 +129,24 @@ def range_partial(q: 16, keys, values, first, second, lane):
     base = -top if top > LOWEST else ZERO
     base_8 = -top_8 if top_8 > LOWEST else ZERO
     total, total_8 = ZERO, ZERO
+    weights = registers(32)
     for n in static(16):
         for i in static(2):
             scores[4 * n + i] = exp2_approx(fma(scores[4 * n + i], SCALE, base))
             total = add(total, scores[4 * n + i])
             scores[4 * n + 2 + i] = exp2_approx(fma(scores[4 * n + 2 + i], SCALE, base_8))
             total_8 = add(total_8, scores[4 * n + 2 + i])
+        weights[2 * n] = pack(scores[4 * n], scores[4 * n + 1])
+        weights[2 * n + 1] = pack(scores[4 * n + 2], scores[4 * n + 3])
+    return weights, top, top_8, quad_sum(total), quad_sum(total_8)
+
+
+@device
+@unrolled
+def range_sums(weights: 32, values, lane):
+    """Sums of weighted values, 16 queries by 64 dims as C fragments. values: shared address of the tile."""
+    line = np.int32(lane & np.int32(7))
+    part = np.int32(lane >> np.int32(3))
     value = np.uint32(
         np.uint32(values)
         + np.uint32(np.int32(np.int32(part & np.int32(1)) * np.int32(8) + line) * np.int32(128))
@@ -126,9 +154,6 @@ def range_partial(q: 16, keys, values, first, second, lane):
     )
     sums = registers(32, ZERO)
     for j in static(8):
-        a = registers(4)
-        for i in static(4):
-            a[i] = pack(scores[8 * j + 2 * i], scores[8 * j + 2 * i + 1])
         for c in static(4):
             b = registers(4)
             b[0], b[1], b[2], b[3] = ldmatrix_x4_transposed(
@@ -136,10 +161,24 @@ def range_partial(q: 16, keys, values, first, second, lane):
             )
             for i in static(2):
                 sums[8 * c + 4 * i], sums[8 * c + 4 * i + 1], sums[8 * c + 4 * i + 2], sums[8 * c + 4 * i + 3] = mma(
-                    a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1], sums[8 * c + 4 * i], sums[8 * c + 4 * i + 1],
-                    sums[8 * c + 4 * i + 2], sums[8 * c + 4 * i + 3],
+                    weights[4 * j], weights[4 * j + 1], weights[4 * j + 2], weights[4 * j + 3], b[2 * i], b[2 * i + 1],
+                    sums[8 * c + 4 * i], sums[8 * c + 4 * i + 1], sums[8 * c + 4 * i + 2], sums[8 * c + 4 * i + 3],
                 )  # fmt: skip
-    return sums, top, top_8, quad_sum(total), quad_sum(total_8)
+    return sums
+
+
+@device
+def shuffle_up_f32(x, lanes):
+    return float_of(np.uint32(shuffle_up(np.int32(bits_of(x)), lanes)))
+
+
+@device
+@unrolled
+def largest_up_to(x):
+    """Largest of the lanes up to this one."""
+    for step in static(5):
+        x = larger(x, shuffle_up_f32(x, np.int32(2**step)))
+    return x
 
 
 @device
@@ -147,6 +186,13 @@ def merge_weights(top, other):
     """The larger of two largest scores, and the factors that bring results to it. `other` is a number, not -inf."""
     new = larger(top, other)
     return new, exp2_approx(sub(top, new)), exp2_approx(sub(other, new))
+
+
+@device
+def inverse(x):
+    """1 / x, rounded to nearest, of a number from 1 on: what div.rn does, without its call for special cases."""
+    y = reciprocal(x)
+    return fma(y, -fma(x, y, -ONE), y)
 
 
 @device
@@ -163,20 +209,37 @@ def range_source(pool, page, range_, layer, layers, kind, head, kv_heads):
     return np.uint64(pool + np.uint64(rows * 128))
 
 
+@device
+@unrolled
+def store_partial(partial, partial_scale, target, column, sums: 16, top, total):
+    """A lane's part of one query's partial result: 16 sums, of dims 8 n + 2 column + i at 16 column + 2 n + i."""
+    at = np.int64(target) * np.int64(64) + np.int64(column * np.int32(16))
+    for j in static(4):
+        store4(
+            partial, np.int64(at + np.int64(4 * j)), bits_of(sums[4 * j]), bits_of(sums[4 * j + 1]),
+            bits_of(sums[4 * j + 2]), bits_of(sums[4 * j + 3]),
+        )  # fmt: skip
+    if column == np.int32(0):
+        partial_scale[target * 2] = top
+        partial_scale[target * 2 + 1] = total
+
+
 @kernel(
-    "u32* u64 i32 i32 i32 i32 i32* i32* i32* i32* i32 i32* i32* u32*",
+    "u32* u64 i32 i32 i32 i32 i32* i32* i32* i32* i32 i32* i32* i32 i32* f32* f32* u32*",
     threads=32 * WARPS,
     dynamic_shared=4 * RANGE_BYTES,
 )
 @unrolled
 def attention_rows(
     q, pool, layer, layers, kv_heads, group, positions, row_segment, seg_slot, page_table, table_width, tile_row,
-    tile_rows, out,
+    tile_rows, each, range_start, partial, partial_scale, out,
 ):  # fmt: skip
     """softmax(q kT / 8) v of the rows of every tile, over their own stream's keys up to each row's position.
 
     q, out [rows, heads * 64] bf16 in pairs. Tile t is rows tile_row[t] ... + tile_rows[t] - 1 of one segment, at most
-    QUERIES / group of them. Grid [tiles, K/V heads]; 64 KiB of shared memory: two ranges of keys and values.
+    QUERIES / group of them. Grid [tiles, K/V heads, parts]; 64 KiB of shared memory: two ranges of keys and values.
+    each: ranges of a part, whose partial results are left for attention_merge (see attention_ranges) in place of out;
+    0: all of them, in one part.
     """
     shared = cuda.shared.array(0, np.uint8)
     let_next_start()
@@ -193,6 +256,10 @@ def attention_rows(
     slot = seg_slot[row_segment[row]]
     end = np.int32(position + count - np.int32(1))
     pages = np.int64(slot) * table_width
+    begin = np.int32(np.int32(cuda.blockIdx.z) * each)
+    ranges = np.int32(np.int32(end >> np.int32(7)) + np.int32(1))
+    if each > np.int32(0):
+        ranges = min(ranges, np.int32(begin + each))
 
     query = np.int32(warp * np.int32(16) + line)
     offset, offset_8 = np.int32(query // group), np.int32(np.int32(query + np.int32(8)) // group)
@@ -217,8 +284,7 @@ def attention_rows(
 
     sums = registers(32, ZERO)
     top, top_8, total, total_8 = LOWEST, LOWEST, ZERO, ZERO
-    ranges = np.int32(np.int32(end >> np.int32(7)) + np.int32(1))
-    for step in range(-1, ranges):
+    for step in range(begin - np.int32(1), ranges):
         coming = np.int32(step + 1)
         if coming < ranges:
             page = page_table[pages + (coming >> np.int32(2))]
@@ -235,21 +301,38 @@ def attention_rows(
                     np.uint32(stage + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size
                 )
         cp_async_commit()
-        if step >= 0:
+        if step >= begin:
             wait_all_but_newest()
             cuda.syncthreads()
             start = np.int32(np.int32(step) * np.int32(RANGE))
             if start <= warp_end:
                 stage = np.uint32(base + np.uint32(np.int32(np.int32(step) & np.int32(1)) * np.int32(2 * RANGE_BYTES)))
+                scores = registers(64)
+                scores = range_scores(parts, stage, lane)
+                weights = registers(32)
+                first = np.int32(limit - start)
+                second = np.int32(limit_8 - start)
+                weights, new, new_8, more, more_8 = range_weights(scores, first, second, lane)
                 other = registers(32)
-                other, new, new_8, more, more_8 = range_partial(
-                    parts,
-                    stage,
-                    np.uint32(stage + np.uint32(RANGE_BYTES)),
-                    np.int32(limit - start),
-                    np.int32(limit_8 - start),
-                    lane,
-                )
+                other = range_sums(weights, np.uint32(stage + np.uint32(RANGE_BYTES)), lane)
+                if each > np.int32(0):
+                    if first >= np.int32(0):
+                        place = np.int64(range_start[row + offset] + np.int32(step)) * heads + head * group
+                        half = registers(16)
+                        for n in static(8):
+                            for i in static(2):
+                                half[2 * n + i] = other[4 * n + i]
+                        store_partial(partial, partial_scale, place + (query - offset * group), column, half, new, more)
+                    if second >= np.int32(0):
+                        place = np.int64(range_start[row + offset_8] + np.int32(step)) * heads + head * group
+                        half = registers(16)
+                        for n in static(8):
+                            for i in static(2):
+                                half[2 * n + i] = other[4 * n + 2 + i]
+                        store_partial(
+                            partial, partial_scale, place + (query + 8 - offset_8 * group), column, half, new_8, more_8
+                        )
+                    new, new_8 = LOWEST, LOWEST
                 if new > LOWEST:
                     top, factor, factor_new = merge_weights(top, new)
                     total = merged(total, factor, more, factor_new)
@@ -263,12 +346,14 @@ def attention_rows(
                         for i in static(2, 4):
                             sums[4 * n + i] = merged(sums[4 * n + i], factor, other[4 * n + i], factor_new)
             cuda.syncthreads()
+    if each > np.int32(0):
+        return
     if exists:
-        share = div(ONE, total)
+        share = inverse(total)
         for n in static(8):
             out[target + 4 * n] = pack(mul(sums[4 * n], share), mul(sums[4 * n + 1], share))
     if exists_8:
-        share = div(ONE, total_8)
+        share = inverse(total_8)
         for n in static(8):
             out[target_8 + 4 * n] = pack(mul(sums[4 * n + 2], share), mul(sums[4 * n + 3], share))
 
@@ -307,6 +392,38 @@ def attention_plan(positions, row_segment, seg_slot, rows, range_start):
         range_start[rows] = counts[255]
 
 
+@device
+def locate(
+    work, rows, range_start, positions, row_segment, seg_slot, page_table, table_width, pool, layer, layers, head,
+    kv_heads,
+):  # fmt: skip
+    """Row of range `work` of all, the row's last visible position in the range, and where its keys and values are."""
+    low, high = np.int32(0), np.int32(rows - np.int32(1))
+    while low < high:  # the last row that starts at or before `work`
+        middle = np.int32(np.int32(low + high + np.int32(1)) >> np.int32(1))
+        if range_start[middle] <= work:
+            low = middle
+        else:
+            high = np.int32(middle - np.int32(1))
+    number = np.int32(work - range_start[low])
+    slot = seg_slot[row_segment[low]]
+    page = page_table[np.int64(slot) * table_width + (number >> np.int32(2))]
+    keys = range_source(pool, page, number, layer, layers, 0, head, kv_heads)
+    values = range_source(pool, page, number, layer, layers, 1, head, kv_heads)
+    return low, np.int32(positions[low] - number * np.int32(RANGE)), keys, values
+
+
+@device
+@unrolled
+def fetch_range(target, source, seen, lane):
+    """One warp's copies of a range's keys or values to shared memory; zeros past position `seen`."""
+    for i in static(32):
+        piece = np.int32(lane + np.int32(32 * i))
+        size = np.uint32(16) if np.int32(piece >> np.int32(3)) <= seen else np.uint32(0)
+        at = np.uint32(piece * np.int32(16))
+        cp_async_16_or_zero(np.uint32(target + at), np.uint64(source + np.uint64(at)), size)
+
+
 @kernel(
     "u32* u64 i32 i32 i32 i32 i32* i32* i32* i32* i32 i32 i32* f32* f32*",
     threads=32,
@@ -320,9 +437,9 @@ def attention_ranges(
 ):  # fmt: skip
     """Partial results of every range of every row: range g of all (see attention_plan), head h.
 
-    partial [ranges, heads, 2, 32]: the sums of weighted values, even dims then odd ones; partial_scale [ranges,
+    partial [ranges, heads, 64]: the sums of weighted values (order of dims: see store_partial); partial_scale [ranges,
     heads, 2]: largest score and sum of weights. Grid [any number of blocks, K/V heads], one warp; 32 KiB of shared
-    memory.
+    memory. The next range's keys are on their way while values are multiplied.
     """
     shared = cuda.shared.array(0, np.uint8)
     let_next_start()
@@ -333,91 +450,145 @@ def attention_ranges(
     head = np.int32(cuda.blockIdx.y)
     heads = np.int32(kv_heads * group)
     zero = np.uint32(0)
+    exists = line < group
     every = range_start[rows]
     work = np.int32(cuda.blockIdx.x)
+    if work >= every:
+        return
+    row, seen, keys, values = locate(
+        work, rows, range_start, positions, row_segment, seg_slot, page_table, table_width, pool, layer, layers, head,
+        kv_heads,
+    )  # fmt: skip
+    fetch_range(base, keys, seen, lane)
+    cp_async_commit()
+    fetch_range(np.uint32(base + np.uint32(RANGE_BYTES)), values, seen, lane)
+    cp_async_commit()
     while work < every:
-        low, high = np.int32(0), np.int32(rows - np.int32(1))
-        while low < high:  # the last row that starts at or before `work`
-            middle = np.int32(np.int32(low + high + np.int32(1)) >> np.int32(1))
-            if range_start[middle] <= work:
-                low = middle
-            else:
-                high = np.int32(middle - np.int32(1))
-        row = low
-        number = np.int32(work - range_start[row])
-        position = positions[row]
-        slot = seg_slot[row_segment[row]]
-        page = page_table[np.int64(slot) * table_width + (number >> np.int32(2))]
-        keys = range_source(pool, page, number, layer, layers, 0, head, kv_heads)
-        values = range_source(pool, page, number, layer, layers, 1, head, kv_heads)
-        seen = np.int32(position - number * np.int32(RANGE))
-        for i in static(32):
-            piece = np.int32(lane + np.int32(32 * i))
-            size = np.uint32(16) if np.int32(piece >> np.int32(3)) <= seen else zero
-            at = np.uint32(piece * np.int32(16))
-            cp_async_16_or_zero(np.uint32(base + at), np.uint64(keys + np.uint64(at)), size)
-        for i in static(32):
-            piece = np.int32(lane + np.int32(32 * i))
-            size = np.uint32(16) if np.int32(piece >> np.int32(3)) <= seen else zero
-            at = np.uint32(piece * np.int32(16))
-            cp_async_16_or_zero(np.uint32(base + at + np.uint32(RANGE_BYTES)), np.uint64(values + np.uint64(at)), size)
-        cp_async_commit()
-        exists = line < group
         source = (np.int64(row) * heads + head * group + line) * 32 + column
         parts = registers(16, zero)
         for k in static(4):
             for i in static(2):
                 parts[4 * k + 2 * i] = q[source + (8 * k + 4 * i)] if exists else zero
-        wait_all_copies()
-        cuda.syncwarp()
         limit = seen if exists else np.int32(NOBODY)
+        target = np.int64(work) * heads + head * group + line
+        wait_all_but_newest()
+        cuda.syncwarp()
+        scores = registers(64)
+        scores = range_scores(parts, base, lane)
+        weights = registers(32)
+        weights, top, _top_8, total, _total_8 = range_weights(scores, limit, np.int32(NOBODY), lane)
+        work = np.int32(work + np.int32(cuda.gridDim.x))
+        cuda.syncwarp()
+        if work < every:
+            row, seen, keys, values = locate(
+                work, rows, range_start, positions, row_segment, seg_slot, page_table, table_width, pool, layer,
+                layers, head, kv_heads,
+            )  # fmt: skip
+            fetch_range(base, keys, seen, lane)
+        cp_async_commit()
+        wait_all_but_newest()
+        cuda.syncwarp()
         sums = registers(32)
-        sums, top, _top_8, total, _total_8 = range_partial(
-            parts, base, np.uint32(base + np.uint32(RANGE_BYTES)), limit, np.int32(NOBODY), lane
-        )
+        sums = range_sums(weights, np.uint32(base + np.uint32(RANGE_BYTES)), lane)
         if exists:
-            target = np.int64(work) * heads + head * group + line
+            half = registers(16)
             for n in static(8):
                 for i in static(2):
-                    partial[target * 64 + (32 * i + 4 * n) + column] = sums[4 * n + i]
-            if column == 0:
-                partial_scale[target * 2] = top
-                partial_scale[target * 2 + 1] = total
+                    half[2 * n + i] = sums[4 * n + i]
+            store_partial(partial, partial_scale, target, column, half, top, total)
         cuda.syncwarp()
-        work = np.int32(work + np.int32(cuda.gridDim.x))
+        if work < every:
+            fetch_range(np.uint32(base + np.uint32(RANGE_BYTES)), values, seen, lane)
+        cp_async_commit()
 
 
-@kernel("f32* f32* i32* i32 u32*", threads=32)
+@kernel("u64 f32* i32* i32 i32 u32*", threads=MERGE_THREADS, dynamic_shared=MOST_AT_ONCE * MERGE_BYTES)
 @unrolled
-def attention_merge(partial, partial_scale, range_start, heads, out):
-    """Merge a row's ranges in ascending order. Grid [rows, heads], one warp; a lane has two dims. Padding rows:
-    zeros."""
+def attention_merge(partial, partial_scale, range_start, heads, at_once, out):
+    """Merge a row's ranges in ascending order. Grid [rows, heads]. Padding rows: zeros.
+
+    at_once: ranges fetched together, a multiple of 32, MERGE_BYTES of shared memory each. What brings each result to
+    the largest score so far is found by all threads at once; then 64 threads go through the ranges with a dim each, and
+    one with the sums of weights.
+    """
+    shared = cuda.shared.array(0, np.float32)
+    tops = cuda.shared.array(TOPS, np.float32)
     let_next_start()
     wait_for_earlier()
-    row, head, lane = cuda.blockIdx.x, cuda.blockIdx.y, cuda.threadIdx.x
+    thread = np.int32(cuda.threadIdx.x)
+    lane = np.int32(thread & np.int32(31))
+    row, head = np.int32(cuda.blockIdx.x), np.int32(cuda.blockIdx.y)
     first, last = range_start[row], range_start[row + 1]
-    top, total, even, odd = LOWEST, ZERO, ZERO, ZERO
-    for at in range(first, last, AT_ONCE):
-        tops = registers(16, LOWEST)
-        totals = registers(16, ZERO)
-        evens = registers(16, ZERO)
-        odds = registers(16, ZERO)
-        for i in static(16):
-            if at + i < last:
-                source = np.int64(at + i) * heads + head
-                tops[i] = partial_scale[source * 2]
-                totals[i] = partial_scale[source * 2 + 1]
-                evens[i] = partial[source * 64 + lane]
-                odds[i] = partial[source * 64 + 32 + lane]
-        for i in static(16):
-            if tops[i] > LOWEST:
-                top, factor, other = merge_weights(top, tops[i])
-                total = merged(total, factor, totals[i], other)
-                even = merged(even, factor, evens[i], other)
-                odd = merged(odd, factor, odds[i], other)
-    target = (np.int64(row) * heads + head) * 32 + lane
-    if first < last:
-        share = div(ONE, total)
-        out[target] = pack(mul(even, share), mul(odd, share))
-    else:
-        out[target] = np.uint32(0)
+    base = shared_address(shared)
+    factors = np.int32(at_once * np.int32(64))  # then others, totals: places in `shared`
+    others = np.int32(factors + at_once)
+    totals = np.int32(others + at_once)
+    carried = LOWEST
+    state = ZERO
+    for begin in range(first, last, at_once):
+        count = min(np.int32(at_once), np.int32(last - np.int32(begin)))
+        for piece in range(thread, count * np.int32(16), MERGE_THREADS):
+            at = np.int32(np.int32(piece) >> np.int32(4))
+            source = np.uint64((np.int64(begin + at) * heads + head) * 256 + (np.int32(piece) & np.int32(15)) * 16)
+            cp_async_16(np.uint32(base + np.uint32(np.int32(piece) * np.int32(16))), np.uint64(partial + source))
+        cp_async_commit()
+        # largest score up to each range: within its 32 by shuffles, then of the 32s before
+        own = registers(2, LOWEST)
+        upto = registers(2, LOWEST)
+        for p in static(2):
+            at = np.int32(thread + np.int32(MERGE_THREADS * p))
+            if at < count:
+                source = (np.int64(begin + at) * heads + head) * 2
+                own[p] = partial_scale[source]
+                shared[totals + at] = partial_scale[source + 1]
+            upto[p] = largest_up_to(own[p])
+            if lane == np.int32(31):
+                tops[at >> np.int32(5)] = upto[p]
+        cuda.syncthreads()
+        for p in static(2):
+            at = np.int32(thread + np.int32(MERGE_THREADS * p))
+            before = shuffle_up_f32(upto[p], np.int32(1))
+            if lane == np.int32(0):
+                before = LOWEST
+            before = larger(before, carried)
+            for group in range(at >> np.int32(5)):
+                before = larger(before, tops[group])
+            if at < at_once:
+                kept, taken = ONE, np.float32(-1.0)  # nothing is taken
+                if own[p] > LOWEST:
+                    _new, kept, taken = merge_weights(before, own[p])
+                shared[factors + at] = kept
+                shared[others + at] = taken
+        for group in range(TOPS):
+            carried = larger(carried, tops[group])
+        wait_all_copies()
+        cuda.syncthreads()
+        if thread <= np.int32(64):
+            step = np.int32(64) if thread < np.int32(64) else np.int32(1)
+            place = thread if thread < np.int32(64) else totals
+            for at in range(0, count, 16):
+                x = registers(16, ZERO)
+                factor = registers(16, ONE)
+                other = registers(16, ZERO)
+                for i in static(16):
+                    x[i] = shared[np.int32(place + np.int32(np.int32(np.int32(at) + np.int32(i)) * step))]
+                    factor[i] = shared[np.int32(factors + np.int32(at) + np.int32(i))]
+                    other[i] = shared[np.int32(others + np.int32(at) + np.int32(i))]
+                for i in static(16):
+                    if other[i] >= ZERO:
+                        state = merged(state, factor[i], x[i], other[i])
+        cuda.syncthreads()
+    if thread <= np.int32(64):
+        shared[thread] = state
+    cuda.syncthreads()
+    if thread < np.int32(32):
+        target = (np.int64(row) * heads + head) * 32 + thread
+        if first < last:
+            share = inverse(shared[64])
+            place = np.int32(
+                np.int32(np.int32(thread & np.int32(3)) * np.int32(16))
+                + np.int32(np.int32(thread >> np.int32(2)) * np.int32(2))
+            )
+            out[target] = pack(mul(shared[place], share), mul(shared[place + 1], share))
+        else:
+            out[target] = np.uint32(0)

@@ -265,8 +265,9 @@ def _gemm(
                 first = table_start(table, expert)
                 last = table_start(table, i32(expert + i32(1)))
             tile_m, tile_n = tile_place(local, height, tiles_n)
+            there = i32(last - first - i32(tile_m * i32(ROWS)) - share)  # rows of this warp's that exist
             offset = registers(8, u32(0))  # of the rows, in units of 16 bytes
-            for i in static(8):  # rows past the end repeat the last one; their results are not stored
+            for i in static(8):  # rows past the end repeat the last one
                 row = i32(first + i32(tile_m * i32(ROWS)) + share + row_in_eight + i32(4 * i))
                 row = min(row, i32(last - i32(1)))
                 if gather != u64(0):
@@ -289,12 +290,21 @@ def _gemm(
                     if start != u64(0) and i32(k & i32(3)) == i32(0) and i32(k + i32(2 * AHEAD)) <= blocks_k:
                         bulk_prefetch(u64(source + u64(AHEAD * 2048)), u32(AHEAD * 2048))
                 source = u64(source + u64(2048))
-                for i in static(8):
-                    address = u64(x_piece + u64(u64(offset[i]) << u64(4)))
-                    if i % 2 == 0:
-                        cp_async_16(u32(stage + even + u32(512 * i)), address)
-                    else:
-                        cp_async_16(u32(stage + odd + u32(512 * (i - 1))), address)
+                if there >= i32(32):
+                    for i in static(8):
+                        address = u64(x_piece + u64(u64(offset[i]) << u64(4)))
+                        if i % 2 == 0:
+                            cp_async_16(u32(stage + even + u32(512 * i)), address)
+                        else:
+                            cp_async_16(u32(stage + odd + u32(512 * (i - 1))), address)
+                else:  # what lies in the place of rows past the end only meets results that are not stored
+                    for i in static(8):
+                        if i32(4 * i) < there:
+                            address = u64(x_piece + u64(u64(offset[i]) << u64(4)))
+                            if i % 2 == 0:
+                                cp_async_16(u32(stage + even + u32(512 * i)), address)
+                            else:
+                                cp_async_16(u32(stage + odd + u32(512 * (i - 1))), address)
                 x_piece = u64(x_piece + u64(128))
                 cp_async_arrive(full)
                 slot = i32(slot + i32(1))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..batch import Batch, SampleResult, SampleRows
-from .attention import QUERIES, RANGE
+from .attention import RANGE
 from .driver import Device, DeviceArray, Event, PinnedBuffer, Stream, call
 
 ALIGN = 16
@@ -85,7 +85,8 @@ class DeviceBatch:
     """A Batch on the device, and how its attention runs; `rows` counts padding rows too.
 
     Attention by ranges (decode, drafts) has `range_start` and at most `ranges` ranges in all; by tiles (prompts) it has
-    `tiles` once it has begun, made of `host`.
+    `tiles` once it has begun, made of `host`. Tiles in parts of `each` of the `longest` row's ranges have `part_start`
+    in place of `range_start`.
     """
 
     rows: int
@@ -97,14 +98,16 @@ class DeviceBatch:
     range_start: DeviceArray | None = None
     ranges: int = 0
     tiles: list[DeviceArray] | None = None
+    part_start: DeviceArray | None = None
+    each: int = 0
+    longest: int = 0
     tap_rows: DeviceArray | None = None
     host: Batch | None = None
     owner: Any = field(default=None, repr=False)
 
 
-def attention_tiles(batch: Batch, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """First row and rows of each tile of attention_rows, the longest work first."""
-    most = QUERIES // group
+def attention_tiles(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """First row and rows of each tile of up to `most` rows of a prompt's attention, the longest work first."""
     rows, counts = [], []
     for start, stop in zip(batch.seg_start[:-1].tolist(), batch.seg_start[1:].tolist(), strict=True):
         firsts = range(start, stop, most)

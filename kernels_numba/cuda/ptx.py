@@ -59,6 +59,33 @@ def wgmma(columns: int) -> Any:
 
 
 @cache
+def wgmma_transposed(columns: int) -> Any:
+    """wgmma_transposed(acc, a0, a1, a2, a3, b): the same with A as fragments in registers (a 16 x 16 tile a warp, as
+    mma's) and B [16, columns] in shared memory with its columns together [9.7.15.5.2]."""
+    count = columns // 2
+    value = types.UniTuple(types.float32, count)
+
+    def op(typingctx, acc, a0, a1, a2, a3, b):
+        def codegen(context, builder, sig, args):
+            registers = ",".join(f"${i}" for i in range(count))
+            words = ",".join(f"${2 * count + i}" for i in range(4))
+            text = (
+                f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
+                f"{{{registers}}}, {{{words}}}, ${2 * count + 4}, 1, 1, 1, 1;"
+            )
+            constraints = ",".join(["=f"] * count + [str(i) for i in range(count)] + ["r"] * 4 + ["l"])
+            result = ir.LiteralStructType([_F32] * count)
+            kind = ir.FunctionType(result, [_F32] * count + [_I32] * 4 + [_I64])
+            given = [builder.extract_value(args[0], i) for i in range(count)]
+            made = builder.call(ir.InlineAsm(kind, text, constraints, side_effect=True), [*given, *args[1:]])
+            return context.make_tuple(builder, value, [builder.extract_value(made, i) for i in range(count)])
+
+        return value(value, *[types.uint32] * 4, types.uint64), codegen
+
+    return intrinsic(op)
+
+
+@cache
 def zeros(count: int) -> Any:
     """zeros(): a tuple of `count` float32 zeros, the accumulators before the first wgmma."""
     value = types.UniTuple(types.float32, count)
@@ -166,6 +193,8 @@ store_128 = instruction("st.global.v4.u32 [$0], {$1,$2,$3,$4};", "lrrrr", memory
 """16 bytes [9.7.9.11]."""
 shared_load = instruction("ld.shared.s32 $0, [$1];", "r", "i", memory=True)
 """An int32 from shared memory [9.7.9.8]."""
+shared_store_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "rrrrr", memory=True)
+"""16 bytes to shared memory [9.7.9.11]."""
 shared_store = instruction("st.shared.s32 [$0], $1;", "ri", memory=True)
 """An int32 to shared memory [9.7.9.11]."""
 

@@ -70,7 +70,8 @@ def throughput(
     threads: ThreadsOption = None,
     streams: Annotated[str, typer.Option(help="Numbers of streams that decode together.")] = "1,8",
     prompts: Annotated[str, typer.Option(help="Lengths of prompts that run alone.")] = "512",
-    context: Annotated[int, typer.Option(min=1, help="Tokens of each stream before it decodes.")] = 32,
+    context: Annotated[str, typer.Option(help="Tokens of each stream before it decodes; several are compared.")] = "32",
+    fixed: Annotated[bool, typer.Option("--fixed", help="Also decode with one fixed range of K/V a stream.")] = False,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded by each stream.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Medians are taken of so many.")] = 3,
     as_json: JsonOption = False,
@@ -81,7 +82,8 @@ def throughput(
     counts, lengths = _numbers(streams, "--streams"), _numbers(prompts, "--prompts")
     report = measure(
         _shape_name(model), _options(device, threads),
-        streams=counts, prompts=lengths, context=context, tokens=tokens, repeats=repeats,
+        streams=counts, prompts=lengths, contexts=_numbers(context, "--context"), tokens=tokens, repeats=repeats,
+        fixed=fixed,
     )  # fmt: skip
     if as_json:
         print(json.dumps(report.to_dict()))

@@ -50,16 +50,18 @@ def measure(
     *,
     streams: list[int],
     prompts: list[int],
-    context: int,
+    contexts: list[int],
     tokens: int,
     repeats: int,
+    fixed: bool = False,
 ) -> Report:
     """Run the whole engine on random weights.
 
-    streams: numbers of streams that decode together, each from `context` tokens on, `tokens` each. prompts: lengths of
-    prompts run alone. repeats: medians are taken of so many.
+    streams: numbers of streams that decode together, each from so many tokens of `contexts` on, `tokens` each. prompts:
+    lengths of prompts run alone. repeats: medians are taken of so many. fixed: also decode with one fixed range of K/V
+    a stream.
     """
-    longest = max([context + tokens, *prompts]) + 1
+    longest = max([max(contexts) + tokens, *prompts]) + 1
     started = time.perf_counter()
     with dummy(model, _with(options, longest, max(streams))) as made:
         loaded = time.perf_counter()
@@ -67,11 +69,27 @@ def measure(
         with made.engine() as engine:
             report.add("engine start", time.perf_counter() - loaded, "s", f"weights {loaded - started:.1f} s before")
             bound = _memory_bound(report, made)
-            for count in streams:
-                _decode_figures(report, made.config, engine, count, context, tokens, repeats, bound)
+            runs = [(count, context) for count in streams for context in contexts]
+            rates = {run: _decode_figures(report, made.config, engine, *run, tokens, repeats, bound) for run in runs}
             for length in prompts:
                 _prompt_figures(report, made, engine, length, repeats)
+        for count, context in runs:
+            if context != contexts[0]:
+                ratio = rates[count, context] / max(rates[count, contexts[0]], 1e-9)
+                report.add(
+                    f"decode, {_streams(count)}, {context:,} tokens of context against {contexts[0]:,}", ratio, "x"
+                )
+        if fixed:
+            with made.engine(kv="fixed") as engine:
+                for count, context in runs:
+                    rate = statistics.median(_decode(engine, count, context, tokens)[0] for _ in range(repeats))
+                    what = f"decode, {_streams(count)}, {context:,}: paged against fixed"
+                    report.add(what, rates[count, context] / max(rate, 1e-9), "x", f"fixed {rate:,.4g} tok/s")
     return report
+
+
+def _streams(count: int) -> str:
+    return f"{count} streams" if count > 1 else "1 stream"
 
 
 def _with(options: EngineOptions, context: int, streams: int) -> EngineOptions:
@@ -100,14 +118,15 @@ def _decode_figures(
     tokens: int,
     repeats: int,
     bound: float,
-) -> None:
+) -> float:
     runs = [_decode(engine, streams, context, tokens) for _ in range(repeats)]
     rate = statistics.median(rate for rate, _ in runs)
     most = streams * bound / round_bytes(config, streams)
     beside = f"{100 * rate / most:.0f} % of {most:,.0f}: the weights read once a round"
-    report.add(f"decode, {streams} streams" if streams > 1 else "decode, 1 stream", rate, "tok/s", beside)
+    report.add(f"decode, {_streams(streams)}, {context:,} tokens of context", rate, "tok/s", beside)
     host = 1e3 * statistics.median(host for _, host in runs)
     report.add(f"host time of a round, {streams}", host, "ms", "during which the device may have waited")
+    return rate
 
 
 def _decode(engine: Engine, streams: int, context: int, tokens: int) -> tuple[float, float]:
@@ -120,7 +139,7 @@ def _decode(engine: Engine, streams: int, context: int, tokens: int) -> tuple[fl
     start, end = max(reply.times[0] for reply in replies), min(reply.times[-1] for reply in replies)
     decoded = sum(start < at <= end for reply in replies for at in reply.times)
     rounds = after.decode_rounds - before.decode_rounds
-    return decoded / (end - start), (after.host_s - before.host_s) / rounds
+    return decoded / max(end - start, 1e-9), (after.host_s - before.host_s) / rounds
 
 
 def _prompt_figures(report: Report, made: Dummy, engine: Engine, length: int, repeats: int) -> None:

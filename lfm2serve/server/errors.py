@@ -44,7 +44,9 @@ def body_of(error: Exception) -> dict[str, Any]:
 def anthropic_body(body: dict[str, Any], status: int) -> dict[str, Any]:
     """OpenAI's error object as Anthropic's."""
     kind = ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+    code = body["error"]["code"]
+    details = {} if code is None else {"details": {"error_code": code}}
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"], **details}}
 
 
 def error_response(

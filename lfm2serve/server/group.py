@@ -8,7 +8,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+REST = 8.0  # of the loop, for each second that it was busy
+LONGEST_REST_S = 0.03
 SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
 
 
@@ -43,12 +45,19 @@ class Prompt:
 
 
 class Bridge:
-    """Carries events from the engine's thread to the event loop; the events of one turn share one wake-up."""
+    """Carries events from the engine's thread to the event loop.
+
+    The events of one turn share one wake-up, and the loop rests for REST times as long as it was busy with the last
+    ones; what a reply gained meanwhile becomes one event. With few clients that is nothing; with many it leaves the
+    interpreter to the engine, which would wait for it at every step of a round.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._posted: deque[tuple[Reply, StreamEvent, float]] = deque()
         self._awake = False
+        self._rests_until = 0.0
+        self._busy = 0.0  # CPU seconds of the loop's thread, as of the last delivery
 
     def post(self, reply: Reply, event: StreamEvent) -> None:
         """Called on the engine's thread."""
@@ -56,17 +65,46 @@ class Bridge:
         if not self._awake:
             self._awake = True
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                self.loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        if time.monotonic() < self._rests_until:
+            self.loop.call_later(self._rests_until - time.monotonic(), self._deliver)
+        else:
+            self._deliver()
 
     def _deliver(self) -> None:
         self._awake = False  # before the reading, so that a later post wakes us again
+        busy = time.thread_time()
+        self._rests_until = time.monotonic() + min(LONGEST_REST_S, REST * (busy - self._busy))
+        self._busy = busy
+        gained: dict[Reply, tuple[StreamEvent, float]] = {}
         while self._posted:
             reply, event, at = self._posted.popleft()
-            try:
-                reply.receive(event, at)
-            except Exception as error:
-                log.exception("a reply failed; the others go on")
-                reply.group.fail(error)
+            earlier = gained.get(reply)
+            if earlier is not None and event.finish_reason not in ("error", "abort"):
+                event = _joined(earlier[0], event)
+            elif earlier is not None:
+                self._hand_over(reply, *earlier)
+            gained[reply] = event, at
+        for reply, (event, at) in gained.items():
+            self._hand_over(reply, event, at)
+
+    def _hand_over(self, reply: Reply, event: StreamEvent, at: float) -> None:
+        try:
+            reply.receive(event, at)
+        except Exception as error:
+            log.exception("a reply failed; the others go on")
+            reply.group.fail(error)
+
+
+def _joined(first: StreamEvent, then: StreamEvent) -> StreamEvent:
+    """Two events of one stream as one."""
+    logprobs = None
+    if first.logprobs is not None or then.logprobs is not None:
+        logprobs = [*(first.logprobs or ()), *(then.logprobs or ())]
+    scored = first.prompt_logprobs if then.prompt_logprobs is None else then.prompt_logprobs
+    return replace(then, tokens=first.tokens + then.tokens, logprobs=logprobs, prompt_logprobs=scored)
 
 
 class Reply:
@@ -122,7 +160,8 @@ class ReplyGroup:
         self._engine = runtime.engine
         self._tokenizer = runtime.tokenizer
         self._bridge = bridge
-        self._queue: asyncio.Queue[tuple[Reply, ReplyDelta] | Exception] = asyncio.Queue()
+        self._queue: deque[tuple[Reply, ReplyDelta] | Exception] = deque()
+        self._reader: asyncio.Future[None] | None = None  # of who waits in `next`
         self._unread = 0  # replies whose end `next` hasn't given yet
 
     def __enter__(self) -> Self:
@@ -173,11 +212,16 @@ class ReplyGroup:
         self._engine.cancel(reply.stream_id, whole=whole)
 
     def put(self, reply: Reply, delta: ReplyDelta) -> None:
-        self._queue.put_nowait((reply, delta))
+        self._put((reply, delta))
 
     def fail(self, error: Exception) -> None:
         """Make `next` raise this once everything before it is read."""
-        self._queue.put_nowait(error)
+        self._put(error)
+
+    def _put(self, item: tuple[Reply, ReplyDelta] | Exception) -> None:
+        self._queue.append(item)
+        if self._reader is not None:
+            _resolve(self._reader)
 
     @property
     def running(self) -> bool:
@@ -186,19 +230,18 @@ class ReplyGroup:
     @property
     def ready(self) -> bool:
         """Whether `next` has something to give at once."""
-        return not self._queue.empty()
+        return bool(self._queue)
 
     async def next(self, patience_s: float) -> tuple[Reply, ReplyDelta]:
         """What one of the replies gained. TimeoutError: nothing for so many seconds. Lfm2Error: one of them failed.
 
         A chat's next turn may follow its reply's end at once, so before that is given the engine knows what comes back.
         """
-        try:
-            item = self._queue.get_nowait() if self.ready else await self._get(patience_s)
-        except TimeoutError:
+        if not self._queue and not await self._gains(patience_s):
             if not self._engine.alive:
-                raise EngineDead(self._engine.fault or "the engine has stopped") from None
-            raise
+                raise EngineDead(self._engine.fault or "the engine has stopped")
+            raise TimeoutError
+        item = self._queue.popleft()
         if isinstance(item, Exception):
             raise item
         reply, delta = item
@@ -209,12 +252,25 @@ class ReplyGroup:
                 reply.returned = True
         return item
 
-    async def _get(self, patience_s: float) -> tuple[Reply, ReplyDelta] | Exception:
-        async with asyncio.timeout(patience_s):
-            return await self._queue.get()
+    async def _gains(self, patience_s: float) -> bool:
+        """Wait for the queue to have something; False: it still hasn't. asyncio.timeout would cost more than that."""
+        loop = asyncio.get_running_loop()
+        reader = self._reader = loop.create_future()
+        timer = loop.call_later(patience_s, _resolve, reader)
+        try:
+            await reader
+        finally:
+            timer.cancel()
+            self._reader = None
+        return bool(self._queue)
 
     async def finish(self, patience_s: float) -> None:
         """Wait for all replies."""
         while self.running:
             with contextlib.suppress(TimeoutError):
                 await self.next(patience_s)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

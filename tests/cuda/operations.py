@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_numba.batch import FED_BACK, PAGE_ROWS, Batch, SampleRows
-from kernels_numba.cuda import attention, conv, embed, norm, rope, route, sample
+from kernels_numba.cuda import attention, attention_wgmma, conv, embed, norm, rope, route, sample
 from tests.kernels import reference
 from tests.kernels.reference import Reference, bf16_bits, round_bf16, widen
 
@@ -315,31 +315,63 @@ class Streams:
         return out.reshape(-1)
 
 
-def attention_by_rows(run: Run, streams: Streams, q: Array, batch: Batch, group: int, tile: int) -> NDArray[np.uint32]:
-    """attention_rows with tiles of `tile` rows."""
-    starts = [(int(a), int(b)) for a, b in zip(batch.seg_start, batch.seg_start[1:], strict=False)]
-    slots = batch.seg_slot
-    tiles = [(r, min(tile, b - r)) for s, (a, b) in enumerate(starts) if slots[s] >= 0 for r in range(a, b, tile)]
+class Tiles:
+    """A kernel of prompt rows, and how it is launched."""
+
+    def __init__(self, module: Any) -> None:
+        wide = module is attention_wgmma
+        self.kernel = module.attention_wgmma if wide else module.attention_rows
+        self.threads = module.THREADS if wide else 32 * module.WARPS
+        self.shared = module.SHARED_BYTES if wide else 4 * module.RANGE_BYTES
+        self.queries = module.QUERIES
+
+
+def attention_by_rows(
+    run: Run, streams: Streams, q: Array, batch: Batch, group: int, tile: int, how: Tiles, each: int = 0
+) -> NDArray[np.uint32]:
+    """A prompt's kernel with tiles of `tile` rows; each: in parts of so many ranges, merged afterwards."""
+    bounds = [(int(a), int(b)) for a, b in zip(batch.seg_start, batch.seg_start[1:], strict=False)]
+    slots, rows, heads = batch.seg_slot, len(batch.tokens), streams.kv_heads * group
+    tiles = [(r, min(tile, b - r)) for s, (a, b) in enumerate(bounds) if slots[s] >= 0 for r in range(a, b, tile)]
+    start, ranges = planned(run, batch) if each else (np.zeros(rows + 1, i32), 1)
+    partial, scale = np.full(ranges * heads * 64, np.nan, np.float32), np.full(ranges * heads * 2, np.nan, np.float32)
+    parts = -(-int(batch.positions.max() // 128 + 1) // each) if each else 1
     out = poisoned(q.size)
     run(
-        attention.attention_rows, (len(tiles), streams.kv_heads), 32 * attention.WARPS, pairs(q), streams.pool,
+        how.kernel, (len(tiles), streams.kv_heads, parts), how.threads, pairs(q), streams.pool,
         i32(streams.layer), i32(streams.layers), i32(streams.kv_heads), i32(group), batch.positions, batch.row_segment,
         batch.seg_slot, streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]),
-        np.array([t[0] for t in tiles], i32), np.array([t[1] for t in tiles], i32), out,
-        shared=4 * attention.RANGE_BYTES,
+        np.array([t[0] for t in tiles], i32), np.array([t[1] for t in tiles], i32), i32(each), start, partial, scale,
+        out, shared=how.shared,
+    )  # fmt: skip
+    return merged(run, partial, scale, start, rows, heads, out, 32) if each else out
+
+
+def planned(run: Run, batch: Batch) -> tuple[NDArray[np.int32], int]:
+    """Where each row's ranges begin, and how many there are."""
+    rows = len(batch.tokens)
+    start = np.full(rows + 1, -9, i32)
+    run(attention.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, i32(rows), start)
+    live = batch.seg_slot[batch.row_segment] >= 0
+    assert start.tolist() == np.cumsum(np.concatenate([[0], (batch.positions // 128 + 1) * live])).tolist()
+    return start, int(start[-1])
+
+
+def merged(
+    run: Run, partial: Array, scale: Array, start: Array, rows: int, heads: int, out: NDArray[np.uint32], at_once: int
+) -> NDArray[np.uint32]:
+    run(
+        attention.attention_merge, (rows, heads), attention.MERGE_THREADS, partial, scale, start, i32(heads),
+        i32(at_once), out, shared=at_once * attention.MERGE_BYTES,
     )  # fmt: skip
     return out
 
 
 def attention_by_ranges(
-    run: Run, streams: Streams, q: Array, batch: Batch, group: int, blocks: int
+    run: Run, streams: Streams, q: Array, batch: Batch, group: int, blocks: int, at_once: int
 ) -> NDArray[np.uint32]:
     rows, heads = len(batch.tokens), streams.kv_heads * group
-    start = np.full(rows + 1, -9, i32)
-    run(attention.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, i32(rows), start)
-    live = batch.seg_slot[batch.row_segment] >= 0
-    assert start.tolist() == np.cumsum(np.concatenate([[0], (batch.positions // 128 + 1) * live])).tolist()
-    ranges = int(start[-1])
+    start, ranges = planned(run, batch)
     partial, scale = np.full(ranges * heads * 64, np.nan, np.float32), np.full(ranges * heads * 2, np.nan, np.float32)
     run(
         attention.attention_ranges, (blocks, streams.kv_heads), 32, pairs(q), streams.pool, i32(streams.layer),
@@ -347,35 +379,40 @@ def attention_by_ranges(
         streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]), i32(rows), start, partial, scale,
         shared=2 * attention.RANGE_BYTES,
     )  # fmt: skip
-    out = poisoned(q.size)
-    run(attention.attention_merge, (rows, heads), 32, partial, scale, start, i32(heads), out)
-    return out
+    return merged(run, partial, scale, start, rows, heads, poisoned(q.size), at_once)
 
 
-def check_attention(run: Run, rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any]) -> None:
+def check_attention(
+    run: Run, rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any], hopper: bool
+) -> None:
     """Prompt and decode kernels against the reference, and the same bits of each row however it is computed."""
     lengths = [max([p + n for s, p, n in segments if s == slot], default=1) for slot in range(3)]
     streams = Streams(rng, lengths, kv_heads)
     batch = with_padding(reference.make_batch(segments, 3, streams.pages), 1)
     rows, heads = len(batch.tokens), group * kv_heads
     q = normal(rng, rows, heads * 64, scale=2)
-    most = attention.QUERIES // group
-    out = attention_by_rows(run, streams, q, batch, group, most)
+    plain, wide = Tiles(attention), Tiles(attention_wgmma)
+    most = plain.queries // group
+    out = attention_by_rows(run, streams, q, batch, group, most, plain)
     shown = values_of(out, rows, heads * 64)[:-1]
     for row in range(rows - 1):
         slot, p = int(batch.seg_slot[batch.row_segment[row]]), int(batch.positions[row])
         close(shown[row], streams.expected(q[row].reshape(heads, 64), slot, p, group), steps=2)
     words = out.reshape(rows, -1)[:-1]
-    for tile in (1, 5, most - 1):
-        other = attention_by_rows(run, streams, q, batch, group, tile).reshape(rows, -1)
-        assert np.array_equal(other[:-1], words), f"tiles of {tile} rows"
-    for blocks in (3, 200):
-        other = attention_by_ranges(run, streams, q, batch, group, blocks).reshape(rows, -1)
-        assert np.array_equal(other[:-1], words), f"ranges on {blocks} blocks"
+    for how in (plain, wide) if hopper else (plain,):
+        most = how.queries // group
+        for tile, each in ((1, 0), (5, 0), (most - 1, 0), (most, 0), (7, 1), (most, 3)):
+            other = attention_by_rows(run, streams, q, batch, group, tile, how, each).reshape(rows, -1)
+            assert np.array_equal(other[:-1], words), f"{how.kernel.name}, tiles of {tile} rows, parts of {each}"
+    for blocks, at_once in ((3, 32), (200, 64), (7, 256)):
+        other = attention_by_ranges(run, streams, q, batch, group, blocks, at_once).reshape(rows, -1)
+        assert np.array_equal(other[:-1], words), f"ranges on {blocks} blocks, {at_once} at once"
         assert not other[-1].any()
     streams.pages = rng.permutation(streams.pages.reshape(-1)).reshape(streams.pages.shape)
     streams.fill()
-    assert np.array_equal(attention_by_rows(run, streams, q, batch, group, most).reshape(rows, -1)[:-1], words), "pages"
+    for how in (plain, wide) if hopper else (plain,):
+        other = attention_by_rows(run, streams, q, batch, group, how.queries // group, how)
+        assert np.array_equal(other.reshape(rows, -1)[:-1], words), "pages"
 
 
 def random_controls(rng: np.random.Generator, n: int, width: int, vocab: int) -> SampleRows:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels_numba.cuda.attention_wgmma import attention_wgmma
 from kernels_numba.cuda.driver import Device
 from tests.cuda import operations
 
@@ -73,10 +74,12 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int, 
         [(0, 127, 1), (1, 126, 4), (2, 500, 40)],
         [(0, 511, 1), (1, 1020, 9), (2, 1400, 1)],
         [(0, 3000, 1), (1, 2, 65), (2, 640, 2)],
+        [(0, 9000, 3), (1, 4090, 200), (2, 0, 1)],
     ],
 )
 def test_attention(rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any]) -> None:
-    operations.check_attention(run, rng, group, kv_heads, segments)
+    hopper = Device.open().supports(attention_wgmma)
+    operations.check_attention(run, rng, group, kv_heads, segments, hopper)
 
 
 @pytest.mark.parametrize("vocab", [300, 511, 65000])

@@ -232,6 +232,29 @@ def test_beside_a_running_stream_the_request_waits_and_is_tried_again(
         check(tiny_moe, backend, LONG, result)
 
 
+def test_once_something_ends_it_is_tried_again_beside_the_others(driver: FakeDriver, tiny_moe: Path) -> None:
+    with engine_for(tiny_moe, Way()) as (engine, backend):
+        running, ending = (Reply(engine, prompt(5, n), 1400, n) for n in (1, 2))
+        running.more(1)
+        ending.more(1)
+        driver.count_anew()
+        driver.fail_at = {("cuMemCreate", n) for n in range(1, 50)}
+        late = harness.Collector(engine)
+        result = late.submit(LONG)
+        while not engine.arena.stats().failed:
+            running.more(1)
+        running.more(2)
+        assert engine.stats().waiting == 1
+        driver.fail_at = set()
+        before = len(driver.maps)
+        engine.cancel(ending.id)
+        late.wait()
+        running.more(1)
+        check(tiny_moe, backend, LONG, result)
+        assert {name for name, _ in driver.maps[before:]} <= {HELPER}
+        engine.cancel(running.id)
+
+
 def test_what_fails_beside_others_and_alone_too_is_an_error(driver: FakeDriver, tiny_moe: Path) -> None:
     with engine_for(tiny_moe, Way()) as (engine, _):
         driver.capacity = driver.used + PIECE

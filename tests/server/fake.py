@@ -198,3 +198,14 @@ def says(text: str, tokenizer: Tokenizer, per_event: int = 1, pause: float = 0.0
             yield ids[start : start + per_event]
 
     return script
+
+
+def says_after(first: str, gate: threading.Event, then: str, tokenizer: Tokenizer) -> Script:
+    """A script that speaks the second text once the gate is open: two events, however busy the machine is."""
+
+    def script(prompt: list[int], params: SamplingParams, choice: int) -> Iterator[Step]:
+        yield tokenizer.encode(first)
+        assert gate.wait(30)
+        yield tokenizer.encode(then)
+
+    return script

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from lfm2serve.errors import Lfm2Error
 from lfm2serve.sampling import SamplingParams
 
 from .conftest import Live, wait_for
-from .fake import Step, says
+from .fake import Step, says, says_after
 
 USER = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -50,15 +51,18 @@ def prompt(live: Live) -> str:
     return live.runtime.tokenizer.decode(live.engine.submitted[-1]["prompt"], skip_special_tokens=False)
 
 
-def sse(live: Live, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
-    """(name, data) of each event."""
-    answer = live.post("/v1/messages", **{"max_tokens": 100, "messages": USER, "stream": True, **fields})
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    events = []
-    for block in answer.text.strip("\n").split("\n\n"):
-        name, data = block.split("\n")
-        events.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return events
+def sse(live: Live, gate: threading.Event | None = None, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(name, data) of each event; the gate is opened when something was said."""
+    body = {"max_tokens": 100, "messages": USER, "stream": True, **fields}
+    lines = []
+    with live.http.stream("POST", "/v1/messages", json=body) as answer:
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        for line in answer.iter_lines():
+            if gate is not None and "content_block_delta" in line:
+                gate.set()
+            lines += [line] if line and not line.startswith(":") else []
+    pairs = zip(lines[::2], lines[1::2], strict=True)
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in pairs]
 
 
 def test_a_message(fake: Live, claude: anthropic.Anthropic) -> None:
@@ -76,8 +80,9 @@ def test_a_message(fake: Live, claude: anthropic.Anthropic) -> None:
 
 
 def test_the_events_of_a_stream(fake: Live) -> None:
-    fake.engine.script = says("one two", fake.runtime.tokenizer, per_event=2)
-    events = sse(fake)
+    gate = threading.Event()
+    fake.engine.script = says_after("one", gate, " two", fake.runtime.tokenizer)
+    events = sse(fake, gate)
     assert [name for name, _ in events] == [data["type"] for _, data in events]
     first, last = events[0][1]["message"], events[-2][1]
     assert first["content"] == [] and first["stop_reason"] is None and first["usage"]["output_tokens"] == 0
@@ -275,6 +280,7 @@ def test_an_agents_request(fake: Live) -> None:
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"temperature": 999}, "temperature"),
         ({"container": "c"}, "container"),
+        ({"thread": {"type": "create"}}, "thread"),
         ({"bogus": 1}, "bogus"),
     ],
 )

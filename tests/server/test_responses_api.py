@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.dialects.store import ResponseNotFound, ResponseStore, Stored
 
 from .conftest import Live, wait_for
-from .fake import Step, says
+from .fake import Step, says, says_after
 
 WEATHER = {
     "type": "function",
@@ -46,11 +47,16 @@ def prompt(live: Live) -> str:
     return live.runtime.tokenizer.decode(live.engine.submitted[-1]["prompt"], skip_special_tokens=False)
 
 
-def sse(live: Live, text: Any = "Hi", **fields: Any) -> list[dict[str, Any]]:
-    answer = live.post("/v1/responses", input=text, stream=True, **fields)
+def sse(live: Live, gate: threading.Event | None = None, **fields: Any) -> list[dict[str, Any]]:
+    """The events; the gate is opened when something was said."""
+    lines = []
+    with live.http.stream("POST", "/v1/responses", json={"input": "Hi", "stream": True, **fields}) as answer:
+        for line in answer.iter_lines():
+            if gate is not None and ".delta" in line:
+                gate.set()
+            lines += [line] if line and not line.startswith(":") else []
     events = []
-    for number, block in enumerate(answer.text.strip("\n").split("\n\n")):
-        name, data = block.split("\n")
+    for number, (name, data) in enumerate(zip(lines[::2], lines[1::2], strict=True)):
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}" and event["sequence_number"] == number
         events.append(event)
@@ -73,8 +79,9 @@ def test_a_response(fake: Live) -> None:
 
 
 def test_the_events_of_a_stream(fake: Live) -> None:
-    fake.engine.script = says("one two", fake.runtime.tokenizer, per_event=2)
-    events = sse(fake)
+    gate = threading.Event()
+    fake.engine.script = says_after("one", gate, " two", fake.runtime.tokenizer)
+    events = sse(fake, gate)
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = kinds.count("output_text.delta")
     assert deltas > 1 and kinds == [

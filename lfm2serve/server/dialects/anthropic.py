@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from lfm2serve.errors import InvalidRequest
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.dialects.fields import Body, DialectChat, Hint, Name, list_or_text, refuse, thinking_fields
 from lfm2serve.server.group import Prompt
@@ -126,7 +127,12 @@ class CountTokensRequest(Body):
     """POST /v1/messages/count_tokens."""
 
     tags = frozenset({"text", "thinking", "redacted_thinking", "tool_use", "tool_result"})
-    inert: ClassVar[dict[str, tuple[Any, ...]]] = {"container": (), "mcp_servers": ([],)}
+    inert: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "compaction": (),
+        "container": (),
+        "mcp_servers": ([],),
+        "thread": (),
+    }
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -137,9 +143,19 @@ class CountTokensRequest(Body):
     output_config: OutputConfig | None = None
     cache_control: Hint = None
     context_management: Hint = None
+    billing_policy: Hint = None
+    fallback_credit_token: Hint = None
+    fallbacks: Hint = None
     speed: Hint = None
     user_profile_id: Hint = None
     workspace_id: Hint = None
+
+    @classmethod
+    def parse(cls, body: dict[str, Any]) -> Self:
+        if body.get("thread") is not None:  # by this code clients know to send whole conversations
+            message = "thread is not supported; send the whole conversation"
+            raise InvalidRequest(message, param="thread", code="thread_unsupported_request")
+        return super().parse(body)
 
     @property
     def shows_thoughts(self) -> bool:
