@@ -167,15 +167,20 @@ def serve(
         page=page,
         log_prompts=log_prompts,
     )
+
+    def ready(url: str) -> None:
+        if log_format == "json":
+            logging.getLogger("lfm2serve").info("%s on %s/v1", model, url)
+        else:
+            print(f"lfm2serve: {model} on {url}/v1", file=sys.stderr, flush=True)
+
     start_logging(logging.DEBUG if verbose else logging.INFO, log_format)
     announce_compiling()
     listen(host, port).close()  # an address that is taken is known before the weights are read
     runtime = load_runtime(model, options, offline=offline, progress=LoadProgress(), dummy_weights=dummy_weights)
     try:
         app = create_app(runtime, served_model_name=served_model_name, options=server_options)
-        run_server(
-            app, host, port, on_ready=lambda url: print(f"lfm2serve: {model} on {url}/v1", file=sys.stderr, flush=True)
-        )
+        run_server(app, host, port, on_ready=ready)
     finally:
         runtime.close()
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 MATCH = 4  # shortest suffix that is looked up
 MAX_DRAFT = 15  # tokens; with the row before them a verify window of 16
 TRUST = 0.75  # share of draft tokens taken, assumed of a stream that has not drafted yet
@@ -19,16 +22,62 @@ PAUSE = 16  # tokens without drafts after one that lost; doubles while drafts lo
 LONGEST_PAUSE = 512
 
 
-class SuffixLookup:
-    """Where each run of MATCH tokens last occurred in a growing list of tokens."""
+class PromptRuns:
+    """Where each run of MATCH tokens last ended in a prompt: sorted arrays, made in a few calls whatever its length.
 
-    def __init__(self) -> None:
+    Runs are found by a hash of 64 bits; whoever looks one up compares the tokens.
+    """
+
+    def __init__(self, prompt: NDArray[np.int32]) -> None:
+        self.end = len(prompt)  # runs that end up to here are known
+        starts = _hashes(prompt, MATCH - 1)[: max(0, self.end - MATCH + 1)]
+        self._starts = np.sort(starts)
+        hashes = starts * FACTOR + prompt[MATCH - 1 :].astype(np.uint64)
+        order = np.argsort(hashes, kind="stable")
+        self._hashes, self._ends = hashes[order], order + MATCH
+
+    def last(self, run: Sequence[int]) -> int | None:
+        """Where the run's hash ended last."""
+        at = int(np.searchsorted(self._hashes, _hash(run), "right")) - 1
+        return int(self._ends[at]) if at >= 0 and self._hashes[at] == _hash(run) else None
+
+    def starts(self, run: Sequence[int]) -> bool:
+        """Whether a run of one token less may be the beginning of one."""
+        at = int(np.searchsorted(self._starts, _hash(run)))
+        return at < len(self._starts) and bool(self._starts[at] == _hash(run))
+
+
+FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_MASK = (1 << 64) - 1
+
+
+def _hashes(tokens: NDArray[np.int32], length: int) -> NDArray[np.uint64]:
+    """Of every run of so many tokens."""
+    count = max(0, len(tokens) - length + 1)
+    found = np.zeros(count, np.uint64)
+    for i in range(length):
+        found = found * FACTOR + tokens[i : i + count].astype(np.uint64)
+    return found
+
+
+def _hash(run: Sequence[int]) -> np.uint64:
+    found = 0
+    for token in run:
+        found = (found * int(FACTOR) + token) & _MASK
+    return np.uint64(found)
+
+
+class SuffixLookup:
+    """Where each run of MATCH tokens last occurred in a growing list of tokens. prompt: its first tokens."""
+
+    def __init__(self, prompt: NDArray[np.int32] | None = None) -> None:
+        self._prompt = PromptRuns(np.zeros(0, np.int32) if prompt is None else prompt)
         self._last: dict[tuple[int, ...], int] = {}
         self._starts: set[tuple[int, ...]] = set()  # of those runs, all but their last token
-        self._known = MATCH - 1  # runs that end up to here are in the table
+        self._known = max(MATCH - 1, self._prompt.end)  # runs that end up to here are known
 
     def _learn(self, tokens: Sequence[int], end: int) -> None:
-        """Put the runs that end up to there into the table."""
+        """Know the runs that end up to there."""
         if self._known < end:
             new = tokens[self._known + 1 - MATCH : end]
             runs = list(zip(*(new[i:] for i in range(MATCH)), strict=False))
@@ -37,15 +86,16 @@ class SuffixLookup:
             self._known = end
 
     def may_follow(self, tokens: Sequence[int]) -> bool:
-        """Whether there is a next token that `propose` would find something for."""
+        """Whether there may be a next token that `propose` would find something for."""
         self._learn(tokens, len(tokens))
-        return tuple(tokens[-MATCH + 1 :]) in self._starts
+        run = tuple(tokens[-MATCH + 1 :])
+        return run in self._starts or (len(run) == MATCH - 1 and self._prompt.starts(run))
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         """Up to `most` tokens that followed the last earlier occurrence of the longest suffix found."""
         count = len(tokens)
         self._learn(tokens, count - 1)  # all runs but the one to look up
-        at = self._last.get(tuple(tokens[count - MATCH : count])) if most >= 1 and count > MATCH else None
+        at = self._find(tokens) if most >= 1 and count > MATCH else None
         if at is None:
             return []
         draft = list(tokens[at : at + most])
@@ -53,6 +103,15 @@ class SuffixLookup:
             more = draft[len(draft) - (count - at) :][: most - len(draft)]
             draft.extend(more)
         return draft
+
+    def _find(self, tokens: Sequence[int]) -> int | None:
+        run = tuple(tokens[-MATCH:])
+        at = self._last.get(run)
+        if at is None and len(tokens) > self._prompt.end:
+            at = self._prompt.last(run)
+            if at is not None and tuple(tokens[at - MATCH : at]) != run:
+                return None  # another run of the same hash
+        return at
 
 
 class RoundCosts:
@@ -107,10 +166,10 @@ def _between(known: dict[int, float], size: int) -> float:
 class Drafter:
     """One stream's drafts: proposes, learns what was taken, and pauses while drafts gain nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, prompt: NDArray[np.int32] | None = None) -> None:
         self.drafted = 0
         self.accepted = 0
-        self._lookup = SuffixLookup()
+        self._lookup = SuffixLookup(prompt)
         self._trust = TRUST
         self._pause = PAUSE
         self._quiet_until = 0

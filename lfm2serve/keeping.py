@@ -63,7 +63,7 @@ class Keeper:
         """Resume the longest kept state and make room for the states that the prompt will pass."""
         if not stream.keeps:
             return
-        tokens = token_bytes(stream.tokens[: stream.prompt_len])
+        tokens = stream.prompt_bytes
         marks = dict(stream.marks)
         pinned: KeptState | None = None
         if stream.scored is None:
@@ -143,7 +143,8 @@ class Keeper:
         stream.planned.clear()
         if not (finished and stream.keeps and stream.output_len and stream.rows_done >= stream.prompt_len):
             return
-        end = self.cache.reserve(token_bytes(stream.tokens[: stream.rows_done]), Mark.REPLY, RING_ROWS)
+        tokens = stream.prompt_bytes + token_bytes(stream.tokens[stream.prompt_len : stream.rows_done])
+        end = self.cache.reserve(tokens, Mark.REPLY, RING_ROWS)
         if end is None or not self._copy(stream, end, None):
             return
         end.first_input = max(stream.first_input, stream.rows_written - RING_ROWS)

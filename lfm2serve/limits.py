@@ -54,8 +54,7 @@ class Limits:
 
     def check_tokens(self, prompt: Sequence[int]) -> None:
         """InvalidRequest: an id outside the vocabulary."""
-        for token in prompt:
-            if not 0 <= token < self.vocab:
-                raise InvalidRequest(
-                    f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt"
-                )
+        if not prompt or (min(prompt) >= 0 and max(prompt) < self.vocab):
+            return
+        token = next(token for token in prompt if not 0 <= token < self.vocab)
+        raise InvalidRequest(f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt")

@@ -80,8 +80,10 @@ class Replies:
         self.ended_requests = 0
         self._queue: SimpleQueue[tuple[Request, Choice, StreamEvent]] = SimpleQueue()
         for request in self._requests:
+            grammar, reading = request.grammar, request.reading
+            reading = grammar.reading(reading) if grammar is not None else reading
             request.choices = [
-                Choice(ReplyBuilder(runtime.tokenizer, request.params, request.prompt_token_ids, request.reading))
+                Choice(ReplyBuilder(runtime.tokenizer, request.params, request.prompt_token_ids, reading))
                 for _ in range(request.params.n)
             ]
             request.unread = request.params.n

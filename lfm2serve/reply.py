@@ -62,7 +62,7 @@ class ReplyBuilder:
         self._parts = ReplyParts(tokenizer, reading) if reading is not None else None
         self._pieces: list[str] = []
         self._thoughts: list[str] = []
-        self.tool_calls: list[ToolCall] = []
+        self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
         self.token_ids: list[int] = []
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
@@ -81,6 +81,11 @@ class ReplyBuilder:
     def reasoning(self) -> str:
         """The thought so far."""
         return _joined(self._thoughts)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls so far."""
+        return [ToolCall(call_id, name, _joined(pieces)) for call_id, name, pieces in self._calls]
 
     def feed(self, event: StreamEvent) -> ReplyDelta:
         """Take one event and say what it adds."""
@@ -112,15 +117,17 @@ class ReplyBuilder:
         self._put(self._parts.push(text), delta)
         if delta.finish_reason is not None:
             self._put(self._parts.finish(), delta)
-            if self.tool_calls and delta.finish_reason == "stop":
+            if self._parts.called and delta.finish_reason == "stop":
                 delta.finish_reason = "tool_calls"
 
     def _put(self, parts: Parts, delta: ReplyDelta) -> None:
         delta.text += parts.text
         delta.reasoning += parts.reasoning
         for call in parts.calls:
-            delta.tool_calls.append(ToolCallDelta(len(self.tool_calls), call.id, call.name, call.arguments))
-            self.tool_calls.append(call)
+            delta.tool_calls.append(call)
+            if call.id is not None and call.name is not None:
+                self._calls.append((call.id, call.name, []))
+            self._calls[call.index][2].append(call.arguments)
 
     def _read(self, event: StreamEvent) -> tuple[str, int, str | None]:
         """The text of an event, how many of its tokens belong to the reply, and the stop string that ended it."""
@@ -176,7 +183,7 @@ class ReplyBuilder:
             index=index,
             text=self.text,
             reasoning=self.reasoning or None,
-            tool_calls=list(self.tool_calls),
+            tool_calls=self.tool_calls,
             token_ids=list(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else list(self.logprobs),

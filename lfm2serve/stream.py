@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from lfm2serve.drafting import Drafter
 from lfm2serve.errors import Lfm2Error
 from lfm2serve.memory.pages import Lease
@@ -95,6 +97,7 @@ class Stream:
     ) -> None:
         self.id = stream_id
         self.tokens = list(prompt)
+        whole = np.array(self.tokens, "<i4")  # made here, since the engine's thread has others waiting
         self.prompt_len = len(self.tokens)
         self.params = params
         self.sink = sink
@@ -120,7 +123,8 @@ class Stream:
         self.chat = chat  # its reply comes back as the chat template renders it
         self.constraint = constraint
         self.background = background  # prepares a state; draws nothing
-        self.drafter = Drafter() if drafts else None
+        self.drafter = Drafter(whole) if drafts else None
+        self.prompt_bytes = whole.tobytes()  # as the prompt cache compares them
         self.planned: dict[int, KeptState] = {}  # states to keep on the way, by position
 
     @property

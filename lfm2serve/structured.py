@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import itertools
+import importlib.util
 import json
-import re
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lfm2serve.chat.call_grammar import calls_rules, with_options
+from lfm2serve.chat.constrain import END_THINK, THINK, CallConstraint, GrammarConstraint, Thinking, one_line
+from lfm2serve.chat.reply_parts import Reading
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.chat.tool_choice import ToolUse
-from lfm2serve.errors import InvalidRequest, Lfm2Error
+from lfm2serve.errors import InvalidRequest
 from lfm2serve.sampling import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+__all__ = ["Constraint", "Grammar", "Grammars", "Thinking"]
+
+log = logging.getLogger(__name__)
+
+CALL_START, CALL_END = "<|tool_call_start|>", "<|tool_call_end|>"
 KEPT_GRAMMARS = 64
-THINK, END_THINK = b"<think>", b"</think>"
+LEXER_FUEL = 250_000  # work that may go into a grammar's tables: a second at most
 
 
 class Constraint(Protocol):
@@ -55,7 +61,7 @@ class Grammars:
         self._core: LLTokenizer | None = None
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
         self.blanks = np.zeros(self.words, np.uint32)
-        self.openings = np.zeros(self.words, np.uint32)  # tokens that <think> may begin with
+        self.openings: dict[bytes, NDArray[np.uint32]] = {}  # spelled so far -> tokens that go on with <think>
         self.going_on = np.full(self.words, 0xFFFFFFFF, np.uint32)  # a thought isn't the reply's end
         for number in self.eos:
             self.going_on[number >> 5] &= np.uint32(~(1 << (number & 31)) & 0xFFFFFFFF)
@@ -67,13 +73,30 @@ class Grammars:
         """
         asked = params.structured_outputs
         if asked is None and (use is None or use.required is None):
-            return None
+            return self._strict_calls(use) if use is not None and use.strict else None
         param = param or ("structured_outputs" if use is None or use.required is None else "tool_choice")
         for name, clashes in (("min_tokens", params.min_tokens > 0), ("ignore_eos", params.ignore_eos)):
             if clashes:
                 raise InvalidRequest(f"{name} can't be combined with {param}: the grammar ends the reply", param=name)
+        calls = use is not None and use.offered is not None
+        return Grammar(self, self._compiled(lambda: self._text(asked, use, param), param), calls)
+
+    def _strict_calls(self, use: ToolUse) -> Grammar | None:
+        """A grammar for the calls of a reply that needn't hold any; None without the extra, or without a token that
+        begins them: `strict` is then a wish."""
+        assert use.offered is not None
+        if importlib.util.find_spec("llguidance") is None or self.tokenizer.token_id(CALL_START) is None:
+            log.info("strict tools need the extra 'structured' and a token that begins calls: not enforced")
+            return None
+        rules = calls_rules(use.offered, use.parallel, self.call_start, self.call_end)
+        return Grammar(self, self._compiled(lambda: f"start: calls\n{rules}", "tools"), calls=True, free=True)
+
+    def _compiled(self, text: Callable[[], str], param: str) -> LLMatcher:
         try:
-            return Grammar(self, self._matcher(self._text(asked, use, param), param))
+            return self._matcher(text(), param)
+        except (RecursionError, UnicodeEncodeError) as error:
+            problem = "nested too deeply" if isinstance(error, RecursionError) else "not valid Unicode"
+            raise InvalidRequest(f"{param}: {problem}", param=param) from None
         except ImportError:
             message = f"{param} needs the extra 'structured': pip install 'lfm2serve[structured]'"
             raise InvalidRequest(message, param=param, code="unsupported_parameter") from None
@@ -84,13 +107,20 @@ class Grammars:
         if use is None or tools is None:
             assert asked is not None
             return _own_grammar(asked, param) if asked.grammar is not None else f"start: answer\n{_answer(asked)}"
-        start, end = (self._sentinel(text) for text in ("<|tool_call_start|>", "<|tool_call_end|>"))
-        calls = calls_rules(tools, use.parallel, start, end)
+        calls = calls_rules(tools, use.parallel, self.call_start, self.call_end)
         if asked is None or use.required is not None:
             return f"start: calls\n{calls}"
         if asked.grammar is not None:
             raise InvalidRequest(f"{param}: a grammar can't be combined with tools; use tool_choice none", param=param)
         return f"start: calls | answer\n{calls}\n{_answer(asked)}"
+
+    @property
+    def call_start(self) -> str:
+        return self._sentinel(CALL_START)
+
+    @property
+    def call_end(self) -> str:
+        return self._sentinel(CALL_END)
 
     def _sentinel(self, text: str) -> str:
         """A control token in Lark; its text where the tokeniser has no such token."""
@@ -105,10 +135,12 @@ class Grammars:
                 self._core = self._open()
             matcher = self._kept.pop(text, None)
         if matcher is None:
-            limits = LLParserLimits(verbose_errors=False)
+            limits = LLParserLimits(verbose_errors=False, initial_lexer_fuel=LEXER_FUEL)
             matcher = LLMatcher(self._core, LLMatcher.grammar_from_lark(text), log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first one makes tables, and finds what can't be followed
             if matcher.is_error():
-                raise InvalidRequest(f"{param}: {_reason(matcher.get_error())}", param=param)
+                raise InvalidRequest(f"{param}: {one_line(matcher.get_error())}", param=param)
         with self._lock:
             self._kept[text] = matcher
             if len(self._kept) > KEPT_GRAMMARS:
@@ -125,11 +157,16 @@ class Grammars:
             if number in special or not data:
                 continue
             if not data.strip():
-                self.blanks[number >> 5] |= np.uint32(1 << (number & 31))
-            if self.think_id is None and (THINK.startswith(data) or data.startswith(THINK)):
-                self.openings[number >> 5] |= np.uint32(1 << (number & 31))
-        if self.think_id is not None:
-            self.openings[self.think_id >> 5] |= np.uint32(1 << (self.think_id & 31))
+                _allow(self.blanks, number)
+        for at in range(len(THINK)):
+            bits = self.openings[THINK[:at]] = np.zeros(self.words, np.uint32)
+            if self.think_id is not None:
+                _allow(bits, self.think_id)
+                continue
+            left = THINK[at:]
+            for number, data in enumerate(tokenizer.bytes_of):
+                if data[:1] == left[:1] and (left.startswith(data) or data.startswith(left)):
+                    _allow(bits, number)
         wrapper = TokenizerWrapper(_Vocabulary(tokenizer, min(self.eos), sorted(special)))
         return LLTokenizer(wrapper, n_vocab=tokenizer.size, eos_token=sorted(self.eos))
 
@@ -161,135 +198,30 @@ class _Vocabulary:
         return self._encode(text)
 
 
-class Thinking(Enum):
-    """Where a reply's thought stands before its first token."""
-
-    NEVER = auto()
-    MAYBE = auto()
-    OPENED = auto()
-
-
 class Grammar:
-    """A compiled grammar; each reply follows a copy of it."""
+    """A compiled grammar; each reply follows a copy of it. calls: tool calls follow it. free: what else is said
+    doesn't."""
 
-    def __init__(self, grammars: Grammars, matcher: LLMatcher) -> None:
+    def __init__(self, grammars: Grammars, matcher: LLMatcher, calls: bool, free: bool = False) -> None:
         self._grammars = grammars
         self._matcher = matcher
+        self._calls = calls
+        self._free = free
+
+    def reading(self, reading: Reading | None) -> Reading | None:
+        """How the replies are read, given how those without a grammar are."""
+        tokens = (CALL_START, CALL_END)
+        sure = self._calls and all(self._grammars.tokenizer.token_id(text) is not None for text in tokens)
+        return replace(reading, sure=True) if sure and reading is not None else reading
 
     def start(self, thinking: Thinking = Thinking.NEVER) -> Constraint:
-        """The constraint of one reply. Its thought is free but for eos: the grammar begins behind it."""
-        return GrammarConstraint(self._grammars, self._matcher.deep_copy(), thinking)
+        """The constraint of one reply. Its thought is free: the grammar begins behind it."""
+        kind = CallConstraint if self._free else GrammarConstraint
+        return kind(self._grammars, self._matcher.deep_copy(), thinking)
 
 
-class _Stage(Enum):
-    OPENING = auto()  # a thought or the grammar begins
-    THINKING = auto()
-    BEHIND = auto()  # right behind a thought, where one blank is free
-    GRAMMAR = auto()
-    DONE = auto()
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a reply stands. text: what its opening spells, or the end of its thought; tokens: those that the grammar
-    hasn't taken yet."""
-
-    stage: _Stage
-    text: bytes = b""
-    tokens: tuple[int, ...] = ()
-
-
-class GrammarConstraint:
-    """All tokens but eos while the reply thinks, then the grammar's."""
-
-    def __init__(self, grammars: Grammars, matcher: LLMatcher, thinking: Thinking) -> None:
-        self._grammars = grammars
-        self._matcher = matcher
-        stages = {Thinking.MAYBE: _Stage.OPENING, Thinking.OPENED: _Stage.THINKING}
-        self._place = _Place(stages.get(thinking, _Stage.GRAMMAR))
-
-    def accept(self, token: int) -> None:
-        place = self._behind(self._place, token)
-        if place.stage is _Stage.GRAMMAR and place.tokens:
-            self._matcher.consume_tokens(list(place.tokens))  # a failure shows in the next mask
-            place = replace(place, tokens=())
-        self._place = place
-
-    def mask(self, ahead: Sequence[int]) -> NDArray[np.uint32] | None:
-        place = self._place
-        for token in ahead:
-            place = self._behind(place, token)
-        if place.stage is _Stage.DONE:
-            return None
-        if place.stage is _Stage.THINKING:
-            return self._grammars.going_on
-        bits = self._grammar_bits(place.tokens)
-        if place.stage is _Stage.OPENING:
-            opening = self._grammars.openings if not place.text else self._next_openings(place.text)
-            return opening if bits is None else bits | opening
-        if bits is None:
-            return None  # the draft ahead holds a token that can't be drawn
-        if place.stage is _Stage.BEHIND:
-            bits |= self._grammars.blanks
-        return bits
-
-    def _grammar_bits(self, tokens: Sequence[int]) -> NDArray[np.uint32] | None:
-        """What the grammar allows behind these tokens; None: it doesn't allow them."""
-        matcher = self._matcher
-        taken = matcher.try_consume_tokens(list(tokens)) if tokens else 0
-        bits = None
-        if taken == len(tokens):
-            bits = np.zeros(self._grammars.words, np.uint32)
-            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, -(-self._grammars.tokenizer.size // 32) * 4)
-        if matcher.is_error():
-            raise Lfm2Error(f"structured output can't go on: {_reason(matcher.get_error())}")
-        if taken:
-            matcher.rollback(taken)
-        if bits is not None and not bits.any():
-            raise Lfm2Error("structured output can't go on: no token may follow")
-        return bits
-
-    def _next_openings(self, text: bytes) -> NDArray[np.uint32]:
-        """Tokens that go on with <think> where its beginning was spelled."""
-        bits = np.zeros(self._grammars.words, np.uint32)
-        left = THINK[len(text) :]
-        for number, data in enumerate(self._grammars.tokenizer.bytes_of):
-            if data and (left.startswith(data) or data.startswith(left)):
-                bits[number >> 5] |= np.uint32(1 << (number & 31))
-        return bits
-
-    def _behind(self, place: _Place, token: int) -> _Place:
-        """The place behind one more token."""
-        if token in self._grammars.eos:
-            return _Place(_Stage.DONE)
-        data = self._grammars.tokenizer.token_bytes(token)
-        match place.stage:
-            case _Stage.OPENING:
-                text, tokens = place.text + data, (*place.tokens, token)
-                if self._grammars.think_id is not None:
-                    thinks = token == self._grammars.think_id
-                    return _Place(_Stage.THINKING) if thinks else _Place(_Stage.GRAMMAR, tokens=tokens)
-                if text.startswith(THINK):
-                    return self._thinking(text[len(THINK) :], token)
-                stage = _Stage.OPENING if THINK.startswith(text) else _Stage.GRAMMAR
-                return _Place(stage, text, tokens)
-            case _Stage.THINKING:
-                return self._thinking(place.text + data, token)
-            case _Stage.BEHIND if not data.strip():
-                return _Place(_Stage.GRAMMAR)
-            case _Stage.BEHIND | _Stage.GRAMMAR:
-                return _Place(_Stage.GRAMMAR, tokens=(*place.tokens, token))
-        return place
-
-    def _thinking(self, text: bytes, token: int) -> _Place:
-        """Inside a thought that ends with `text`, or behind it."""
-        if self._grammars.end_think_id is not None:
-            return _Place(_Stage.BEHIND if token == self._grammars.end_think_id else _Stage.THINKING)
-        _, end, rest = text.partition(END_THINK)
-        if not end:
-            return _Place(_Stage.THINKING, text[1 - len(END_THINK) :])
-        rest = rest.lstrip()
-        return _Place(_Stage.GRAMMAR, tokens=tuple(self._grammars.tokens_of(rest))) if rest else _Place(_Stage.BEHIND)
+def _allow(bits: NDArray[np.uint32], number: int) -> None:
+    bits[number >> 5] |= np.uint32(1 << (number & 31))
 
 
 def _answer(asked: StructuredOutputsParams) -> str:
@@ -321,7 +253,7 @@ def _own_grammar(asked: StructuredOutputsParams, param: str) -> str:
     try:
         return to_lark(asked.grammar)
     except Exception as error:  # a bare one, for whatever it can't read
-        raise InvalidRequest(f"{param}: {_reason(str(error))}", param=param) from None
+        raise InvalidRequest(f"{param}: {one_line(str(error))}", param=param) from None
 
 
 def _closed(schema: Any) -> Any:
@@ -334,10 +266,3 @@ def _closed(schema: Any) -> Any:
     if isinstance(schema.get("properties"), Mapping):
         closed.setdefault("additionalProperties", False)
     return closed
-
-
-def _reason(text: str) -> str:
-    """A message of the library's in one line, without the place in the grammar that we wrote."""
-    lines = itertools.takewhile(lambda line: not re.match(r"\s*\d+ \|", line), text.splitlines())
-    line = " ".join(" ".join(lines).split())
-    return re.sub(r"^at \d+\(\d+\): ", "", line)[:300] or "it can't be compiled"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,6 +35,15 @@ def test_the_lookup_is_the_same_grown_token_by_token(tokens: list[int], most: in
     if draft:
         text = tokens + draft
         assert all(text[ends[-1] + i] == token for i, token in enumerate(draft))
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(0, 60), st.integers(0, MAX_DRAFT))
+def test_the_lookup_is_the_same_when_it_is_given_the_prompt(tokens: list[int], prompt: int, most: int) -> None:
+    given_it = SuffixLookup(np.array(tokens[:prompt], np.int32))
+    for end in range(min(prompt, len(tokens)) + 1, len(tokens) + 1):
+        plain = SuffixLookup()
+        assert given_it.propose(tokens[:end], most) == plain.propose(tokens[:end], most)
+        assert given_it.may_follow(tokens[:end]) == plain.may_follow(tokens[:end])
 
 
 def cost(per_row: float) -> RoundCosts:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lfm2serve import LLM, SamplingParams
+from lfm2serve.chat.call_stream import CallStream
 from lfm2serve.chat.template import ChatTemplate
 from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.chat.tool_calls import parse_calls
@@ -101,6 +102,21 @@ TOOLS = [
     tool("two words", {"properties": {"a": NUMBER}, "required": ["a"], "additionalProperties": False}),
     tool("any", {"type": "object", "additionalProperties": NUMBER, "maxProperties": 2}),
 ]  # fmt: skip
+
+
+def streamed(body: str, size: int) -> list[tuple[str, Any]]:
+    """The calls of a block that comes in pieces."""
+    stream, made = CallStream(0, None), list[list[str]]()
+    for at in range(0, len(body), size):
+        for delta in stream.push(body[at : at + size]):
+            if delta.name is not None:
+                assert delta.id is not None and delta.index == len(made)
+                made.append([delta.name])
+            made[delta.index].append(delta.arguments)
+    assert stream.whole and stream.count == len(made)
+    return [(name, json.loads("".join(pieces))) for name, *pieces in made]
+
+
 NEEDED = {"plain": {"s", "user-id"}, "deep": {"l"}, "two words": {"a"}}
 
 
@@ -114,6 +130,12 @@ def test_calls_follow_the_tools_schemas(name: str | None) -> None:
         assert said == f"{TS}{body}{TE}"
         calls = parse_calls(body, TOOLS)
         assert calls and (parallel or len(calls) == 1)
+        assert (
+            streamed(body, 1)
+            == streamed(body, 7)
+            == streamed(body, len(body))
+            == [(made, json.loads(text)) for made, text in calls]
+        )
         for made, text in calls:
             arguments = json.loads(text)
             properties = next(t for t in TOOLS if t["function"]["name"] == made)["function"].get("parameters", {})
@@ -278,7 +300,48 @@ def test_what_shares_a_token_with_the_end_of_a_thought_counts() -> None:
     assert spelled.tokenizer.decode(place.tokens) == "ye"
 
 
+# ---- strict tools ----
+
+
+def test_strict_calls_are_free_outside_of_calls(either: Grammars) -> None:
+    tokenizer = either.tokenizer
+    city = {"properties": {"city": {"enum": ["Rome"]}}, "required": ["city"]}
+    strict = tool("w", city)
+    strict["function"]["strict"] = True
+    use = tool_use([strict])
+    assert either.grammar(SamplingParams(), tool_use([tool("w", city)])) is None
+    wanted = tokenizer.encode(f'{TS}[w(city="Rome")]{TE}')
+    thought = tokenizer.encode(f"<think>{TS}[w(</think>")
+    for thinking, before in (
+        (Thinking.NEVER, tokenizer.encode("Well, ")),
+        (Thinking.MAYBE, thought),
+        (Thinking.OPENED, tokenizer.encode(f"so {TS}[</think>")),
+        (Thinking.MAYBE, []),
+    ):
+        follows, ahead = (constraint({}, thinking, use, either) for _ in range(2))
+        said = [*before, *wanted, *tokenizer.encode("or "), *wanted, *either.eos]
+        inside = False
+        for count, token in enumerate(said):
+            looked = ahead.mask(said[:count])
+            mask = follows.mask(())
+            assert (mask is None) == (not inside) == (looked is None), count
+            if mask is not None and looked is not None:
+                assert np.array_equal(mask, looked) and token in allowed(follows)
+                assert either.eos.isdisjoint(allowed(follows))
+            follows.accept(token)
+            inside = count >= len(before) and (token == wanted[0] or (inside and token != wanted[-1]))
+        assert follows.mask(()) is None
+    assert texts(constraint({}, Thinking.NEVER, use, either), wanted[:1], either) == {"["}
+
+
 # ---- parameters ----
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
 
 
 @pytest.mark.parametrize(
@@ -301,6 +364,25 @@ def test_parameters_are_checked(fields: dict[str, Any], problem: str) -> None:
     assert caught.value.param == "structured_outputs"
     with pytest.raises(InvalidRequest, match="must be StructuredOutputsParams"):
         SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ({"json": {"$ref": "#"}}, "no|No"),
+        ({"grammar": "start: start"}, "no|No"),
+        ({"regex": "(" * 3000 + ")" * 3000}, "invalid regex"),
+        ({"json": {"$ref": "http://example.com/x"}}, "not present"),
+        ({"choice": ["\ud800"]}, "Unicode"),
+        ({"json": nested(200)}, "recursion"),
+        ({"json": nested(5000)}, "deep"),
+        ({"grammar": "start: " + "(" * 5000 + '"a"' + ")" * 5000}, "nested"),
+    ],
+)
+def test_what_cannot_be_compiled_is_a_bad_request(kind: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem) as caught:
+        constraint(kind)
+    assert caught.value.param == "structured_outputs" and len(caught.value.message) < 400
 
 
 # ---- the library ----

@@ -18,6 +18,7 @@ from . import embed as _embed
 from . import rope as _rope
 from . import route as _route
 from . import sample as _sample
+from .compiler import KERNELS
 from .driver import CudaError, DeviceArray, PinnedBuffer
 from .graph import BUCKETS, DecodeRounds, most_round_rows
 from .inputs import (
@@ -62,6 +63,7 @@ class CudaBackend(DeviceMemory):
 
     def __init__(self, ordinal: int = 0, *, scratch_bytes: int = 1 << 30) -> None:
         super().__init__(ordinal, scratch_bytes)
+        self.device.load(KERNELS.values())
         self._results: PinnedBuffer | None = PinnedBuffer(RESULT_BYTES)
         self._ready = self.device.event(timing=False)
         self._rounds: DecodeRounds | None = None

@@ -11,14 +11,13 @@ Machine code is cached on disk under a digest of the package's sources, the comp
 from __future__ import annotations
 
 import hashlib
-import importlib
 import logging
-import multiprocessing
 import os
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -151,21 +150,28 @@ def kernel(
 
 
 def prepare(kernels: Iterable[Kernel], architecture: str) -> None:
-    """Compile those kernels that the disk cache lacks, several at a time in processes of their own."""
-    missing = [made for made in kernels if not made.cached(architecture).exists()]
+    """Compile those kernels that the disk cache lacks, in as many processes as there are cores."""
+    missing = [made.name for made in kernels if not made.cached(architecture).exists()]
     workers = min(len(missing), os.cpu_count() or 1)
-    if workers < 2:
-        for made in missing:
-            made.cubin(architecture)
+    if not workers:
         return
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in [pool.submit(_compile_named, k.function.__module__, k.name, architecture) for k in missing]:
-            done.result()
-
-
-def _compile_named(module: str, name: str, architecture: str) -> None:
-    importlib.import_module(module)
-    KERNELS[name].cubin(architecture)
+    _log.info("compiling %d kernels for %s; they are kept for later starts", len(missing), architecture)
+    package = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(package.parent), *filter(None, sys.path)])
+    shares = [missing[first::workers] for first in range(workers)]
+    # not multiprocessing, which would run a caller's script again
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"{package.name}.cuda.build", architecture, *share],
+            env={**os.environ, "PYTHONPATH": paths}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for share in shares
+    ]  # fmt: skip
+    said = [process.communicate()[1] for process in running]
+    for share, process, words in zip(shares, running, said, strict=True):
+        if process.returncode:
+            last = words.strip().rpartition("\n")[2] or f"exit code {process.returncode}"
+            raise CompileError(f"kernels {', '.join(share)} for {architecture}: {last}")
 
 
 def architecture_of(capability: tuple[int, int]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 from numba import cuda
+from numpy.typing import NDArray
 
 from .compiler import kernel
 from .conv import earlier_input, gated_input
 from .scalar import let_next_start, load4, store4, wait_for_earlier
 
 THREADS = 256
+COPY_THREADS = 512
+COPY_BYTES = 256 << 10
 
 
 @kernel("u32* i32* i32 u32*", threads=THREADS)
@@ -25,19 +28,39 @@ def take_rows(source, index, hidden, out):
         store4(out, (np.int64(row) * pieces + piece) * 4, a, b, c, d)
 
 
-@kernel("u32* u32* i64* i32", threads=THREADS)
-def copy_runs(source, target, plan, blocks):
-    """Copy runs of bytes; plan [runs, 3]: offset in source, offset in target, bytes, all multiples of 16.
+def in_pieces(plan: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Runs (offset in source, offset in target, bytes) cut into pieces of COPY_BYTES at most, a block's work each."""
+    counts = -(-plan[:, 2] // COPY_BYTES)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    skipped = (np.arange(len(first)) - first) * COPY_BYTES
+    whole = np.repeat(plan, counts, axis=0)
+    sizes = np.minimum(whole[:, 2] - skipped, COPY_BYTES)
+    return np.stack([whole[:, 0] + skipped, whole[:, 1] + skipped, sizes], axis=1)
 
-    Grid [runs, blocks]: the blocks of a run take turns.
+
+@kernel("u32* u32* i64*", threads=COPY_THREADS)
+def copy_runs(source, target, plan):
+    """Copy pieces of bytes; plan [pieces, 3]: offset in source, offset in target, bytes, all multiples of 16.
+
+    Grid [pieces]; a thread has four loads on their way.
     """
     let_next_start()
     wait_for_earlier()
     at = cuda.blockIdx.x * 3
     from_, to, size = plan[at] >> 4, plan[at + 1] >> 4, plan[at + 2] >> 4
-    for piece in range(cuda.blockIdx.y * THREADS + cuda.threadIdx.x, size, blocks * THREADS):
-        a, b, c, d = load4(source, (from_ + piece) * 4)
-        store4(target, (to + piece) * 4, a, b, c, d)
+    whole = size - size % (4 * COPY_THREADS)
+    for piece in range(np.int64(cuda.threadIdx.x), whole, 4 * COPY_THREADS):
+        a0, a1, a2, a3 = load4(source, (from_ + piece) * 4)
+        b0, b1, b2, b3 = load4(source, (from_ + piece + COPY_THREADS) * 4)
+        c0, c1, c2, c3 = load4(source, (from_ + piece + 2 * COPY_THREADS) * 4)
+        d0, d1, d2, d3 = load4(source, (from_ + piece + 3 * COPY_THREADS) * 4)
+        store4(target, (to + piece) * 4, a0, a1, a2, a3)
+        store4(target, (to + piece + COPY_THREADS) * 4, b0, b1, b2, b3)
+        store4(target, (to + piece + 2 * COPY_THREADS) * 4, c0, c1, c2, c3)
+        store4(target, (to + piece + 3 * COPY_THREADS) * 4, d0, d1, d2, d3)
+    for piece in range(whole + cuda.threadIdx.x, size, COPY_THREADS):
+        a0, a1, a2, a3 = load4(source, (from_ + piece) * 4)
+        store4(target, (to + piece) * 4, a0, a1, a2, a3)
 
 
 @kernel("u32* u32* i32 i32 i32 i32* i32* i32* i32* i32* i32 u32*", threads=THREADS)

@@ -11,14 +11,14 @@ import logging
 import math
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .compiler import Kernel, architecture_of
+from .compiler import Kernel, architecture_of, prepare
 
 _log = logging.getLogger(__name__)
 
@@ -473,9 +473,17 @@ class Device:
             if kernel.dynamic_shared > 48 << 10:
                 limit = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 call("cuFuncSetAttribute", handle, limit, min(kernel.dynamic_shared, self.shared_bytes))
+            call("cuFuncLoad", handle)  # else its first launch does, while somebody waits
             found = Function(kernel, handle, self._launch, self.capability >= (9, 0))
             self._functions[kernel.name] = found
         return found
+
+    def load(self, kernels: Iterable[Kernel]) -> None:
+        """Compile what the disk cache lacks, and load all that run here: none of it is left for a first use."""
+        usable = [kernel for kernel in kernels if self.supports(kernel)]
+        prepare(usable, self.architecture)
+        for kernel in usable:
+            self.function(kernel)
 
     def supports(self, kernel: Kernel) -> bool:
         """Whether the kernel was written for this GPU's architecture (or, unlisted ones, for those of its major)."""

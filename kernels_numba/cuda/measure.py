@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .compiler import KERNELS, prepare
+from .compiler import KERNELS
 from .driver import Device, DeviceArray, Launch, Stream, call
 from .linear import best_plan, bind_linear, plans
 from .moe_products import best_expert_plan, bind_experts_down, bind_experts_up, expert_plans
@@ -191,7 +191,7 @@ def main() -> None:
     parser.add_argument("--gpu", type=int, default=0)
     given = parser.parse_args()
     device = Device.open(given.gpu)
-    prepare([k for k in KERNELS.values() if device.supports(k)], device.architecture)
+    device.load(KERNELS.values())
     bench = Bench(device, max(given.rows))
     print(f"{device.name}, {device.multiprocessors} multiprocessors, {device.architecture}", flush=True)
     for rows in given.rows:

@@ -312,9 +312,9 @@ class DeviceMemory:
     def copy(self, target: DeviceArray, source: DeviceArray, plan: Sequence[tuple[int, int, int]]) -> None:
         """Queue copies of bytes; plan: (offset in source, offset in target, bytes) of each run, multiples of 16."""
         if plan:
-            runs, owner = self.send(np.array(plan, np.int64))
-            blocks = max(1, 1024 // len(plan))
-            self.launch(_copies.copy_runs, (len(plan), blocks), _copies.THREADS, source, target, runs, blocks)
+            pieces = _copies.in_pieces(np.array(plan, np.int64))
+            runs, owner = self.send(pieces)
+            self.launch(_copies.copy_runs, len(pieces), _copies.COPY_THREADS, source, target, runs)
             del owner
 
 

@@ -38,9 +38,9 @@ async def _stream(host: str, port: int, tokens: int, number: int) -> tuple[int, 
         chunks += piece.count(b"data: ")
         tail = (tail + piece)[-2000:]
     writer.close()
-    if END not in tail:
+    last = next((part for part in reversed(tail.split(b"data: ")) if b'"usage":{' in part), None)
+    if END not in tail or last is None:
         raise RuntimeError(f"client {number}: the stream broke off: {tail[-300:]!r}")
-    last = next(part for part in reversed(tail.split(b"data: ")) if b'"usage":{' in part)
     return int(json.loads(last.split(b"\r\n")[0])["usage"]["completion_tokens"]), chunks
 
 
@@ -58,7 +58,8 @@ async def _vanish(host: str, port: int, tokens: int, number: int, free: asyncio.
             writer.close()
 
 
-async def _main(what: str, url: str, number: int, tokens: int) -> dict[str, Any]:
+async def run(what: str, url: str, number: int, tokens: int) -> dict[str, Any]:
+    """WHAT with NUMBER clients against the server at `url`; seconds, and what came."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None
     where = (parts.hostname, parts.port, tokens)
@@ -73,4 +74,4 @@ async def _main(what: str, url: str, number: int, tokens: int) -> dict[str, Any]
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(_main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))))
+    print(json.dumps(asyncio.run(run(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))))

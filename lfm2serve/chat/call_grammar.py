@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lfm2serve.chat.tool_choice import name_of
+from lfm2serve.chat.tool_choice import function_of, name_of
 
 BLANKS = r"( |\n[ \t]{0,24})"  # between JSON's tokens: enough to indent, too little to go on with forever
 DEFINITIONS = ("$defs", "definitions")
@@ -37,7 +37,7 @@ def calls_rules(tools: Sequence[Mapping[str, Any]], parallel: bool, start: str, 
         "call: " + " | ".join(f"call_{index}" for index in range(len(tools))),
     ]
     for index, tool in enumerate(tools):
-        schema = tool["function"].get("parameters") or {}
+        schema = function_of(tool).get("parameters") or {}
         lines += _call(f"call_{index}", name_of(tool), schema)
     return "\n".join(lines)
 

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from lfm2serve.chat.call_stream import CallStream
 from lfm2serve.chat.tokenizer import Tokenizer
-from lfm2serve.chat.tool_calls import ToolCall, Tools, end_pattern, new_call_id, parse_calls
+from lfm2serve.chat.tool_calls import ToolCallDelta, Tools, end_pattern, new_call_id, parse_calls
 
 THINK, END_THINK, CALL, END_CALL, SPELLED_THINK = "\ud800", "\ud801", "\ud802", "\ud803", "\ud804"
 SENTINELS = {
@@ -43,13 +44,14 @@ class Reading:
     """How a chat's reply is read.
 
     tools: the request's; None: tool calls aren't looked for. parallel: several calls count, not just the first.
-    thinking: the prompt opened a thought. hidden: thoughts aren't shown.
+    thinking: the prompt opened a thought. hidden: thoughts aren't shown. sure: a grammar makes the calls well-formed.
     """
 
     tools: Tools | None = None
     parallel: bool = True
     thinking: bool = False
     hidden: bool = False
+    sure: bool = False
 
     def marks(self, tokenizer: Tokenizer) -> dict[int, str]:
         """Token id -> character of the sentinels that are one token."""
@@ -68,23 +70,27 @@ class Reading:
 
 @dataclass(slots=True)
 class Parts:
-    """What a piece of a reply adds: things said, thoughts, and whole calls."""
+    """What a piece of a reply adds: things said, thoughts and calls."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
 
 class ReplyParts:
     """Takes a reply's text in pieces; what comes out in all doesn't depend on how it was cut.
 
     A thought stands between <think> and </think>; nothing in it is read as a call. Calls come when their block is
-    complete, so that half a call is never given; a block that isn't a list of calls is said as it is. Blanks around
-    calls and behind thoughts are dropped, text behind a call begins a new line. A second copy of a block that ends
-    without having begun is dropped.
+    complete, so that half a call is never given; a block that isn't a list of calls is said as it is. Where a grammar
+    makes them sure, arguments come as they are drawn, and a reply that is cut ends with what there is of its call.
+    Blanks around calls and behind thoughts are dropped, text behind a call begins a new line. A second copy of a block
+    that ends without having begun is dropped.
+
+    called: whether there are calls, the last of which is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, reading: Reading) -> None:
+        self.called = False
         self._tools = reading.tools
         self._parallel = reading.parallel
         self._hidden = reading.hidden
@@ -92,7 +98,10 @@ class ReplyParts:
         self._buffer = ""
         self._step = self._think if reading.thinking else self._say
         self._may_open_again = reading.thinking  # models may write the <think> that the prompt already has
-        self._has_thought = self._has_said = self._has_called = False
+        self._has_thought = self._has_said = False
+        self._count = 0  # of calls
+        self._stream: CallStream | None = None
+        self._call = self._call_surely if reading.sure else self._call_once_whole
         self._blank = ""  # blanks that are said once something follows
         self._joint: str | None = None  # what stands for them behind a thought or a call
         self._echo: str | None = None  # the block that may come once more
@@ -104,7 +113,7 @@ class ReplyParts:
     def finish(self) -> Parts:
         """What was held back, when no more comes."""
         parts = self._read("", final=True)
-        if self._joint is None and not self._has_called:
+        if self._joint is None and not self._count:
             parts.text += self._blank
         self._blank = ""
         return parts
@@ -158,7 +167,20 @@ class ReplyParts:
             self._speak(parts, SENTINELS.get(mark, ""))
         return match is not None
 
-    def _call(self, parts: Parts, final: bool) -> bool:
+    def _call_surely(self, parts: Parts, final: bool) -> bool:
+        if self._stream is None:
+            self._stream = CallStream(self._count, None if self._parallel else 1 - self._count)
+        block, end, self._buffer = self._buffer.partition(END_CALL)
+        gained = self._stream.push(spelled_out(block))
+        parts.calls += gained
+        self._count = max([self._count, *(delta.index + 1 for delta in gained)])
+        self.called = self._count > 0 and self._stream.whole
+        if end:
+            self._stream = None
+            self._go_on()
+        return bool(end)
+
+    def _call_once_whole(self, parts: Parts, final: bool) -> bool:
         end = self._block_end(final)
         if end is None and not final:
             return False
@@ -169,9 +191,11 @@ class ReplyParts:
         if found is None:
             self._speak(parts, SENTINELS[CALL] + body + (SENTINELS[END_CALL] if end is not None else ""))
         else:
-            taken = found if self._parallel else found[: 0 if self._has_called else 1]
-            parts.calls += [ToolCall(new_call_id(), name, arguments) for name, arguments in taken]
-            self._has_called |= bool(taken)
+            taken = found if self._parallel else found[: 1 - self._count]
+            for index, (name, arguments) in enumerate(taken, self._count):
+                parts.calls.append(ToolCallDelta(index, new_call_id(), name, arguments))
+            self._count += len(taken)
+            self.called = self._count > 0
             self._echo = body.strip()
             self._go_on()
         return True

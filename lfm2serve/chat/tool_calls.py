@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from lfm2serve.chat.tool_choice import function_of
+
 log = logging.getLogger(__name__)
 
 Tools = Sequence[Mapping[str, Any]]
@@ -74,7 +76,7 @@ def parse_calls(body: str, tools: Tools = ()) -> list[tuple[str, str]] | None:
     One call that isn't made of literals is left out where others are good. Positional arguments take the names of the
     tool's properties, in their order.
     """
-    properties = {function["name"]: _properties(function) for function in map(_function, tools) if "name" in function}
+    properties = {function["name"]: _properties(function) for function in map(function_of, tools) if "name" in function}
     try:
         read = _from_json(body) or _from_python(body, properties)
     except (_Refused, SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -225,11 +227,6 @@ def _key(node: ast.expr | None) -> str:
 def _whole_text(text: str) -> str:
     """Text without lone halves of surrogate pairs; pairs that were written as two escapes become one character."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = tool.get("function")
-    return function if isinstance(function, Mapping) else tool
 
 
 def _properties(function: Mapping[str, Any]) -> list[str]:

@@ -15,11 +15,13 @@ LONGEST_NAME = 256
 @dataclass(frozen=True, slots=True)
 class ToolUse:
     """offered: the tools of the prompt (None: none, and nothing is read as a call). required: the tools of which the
-    reply must call one (None: it needn't call any). parallel: whether it may hold several calls."""
+    reply must call one (None: it needn't call any). parallel: whether it may hold several calls. strict: whether their
+    arguments must follow the schemas."""
 
     offered: list[dict[str, Any]] | None = None
     required: list[dict[str, Any]] | None = None
     parallel: bool = True
+    strict: bool = False
 
 
 def tool_use(tools: Any, choice: Any = None, parallel: bool | None = None) -> ToolUse:
@@ -36,12 +38,19 @@ def tool_use(tools: Any, choice: Any = None, parallel: bool | None = None) -> To
         required = [tool for tool in offered if name_of(tool) == name]
         if not required:
             _refuse("tool_choice.function.name", f"{name!r:.80} is none of the tools")
-    return ToolUse(offered, required, parallel is not False)
+    strict = any(function_of(tool).get("strict") for tool in offered)
+    return ToolUse(offered, required, parallel is not False, strict)
+
+
+def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool's function: in OpenAI's shape it's wrapped, in LFM2's documents it isn't."""
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else tool
 
 
 def name_of(tool: Mapping[str, Any]) -> str:
     """The name of a checked tool."""
-    name: str = tool["function"]["name"]
+    name: str = function_of(tool)["name"]
     return name
 
 
@@ -55,20 +64,29 @@ def _tools(tools: Any) -> list[dict[str, Any]]:
         at = f"tools[{index}]"
         if not isinstance(tool, Mapping):
             _refuse(at, "should be an object")
-        if tool.get("type") != "function":
+        wrapped = "name" not in tool
+        if tool.get("type", None if wrapped else "function") != "function":
             _refuse(f"{at}.type", f"{tool.get('type')!r:.80} is not supported; use 'function'")
-        function = tool.get("function")
-        if not isinstance(function, Mapping):
+        if wrapped and not isinstance(tool.get("function"), Mapping):
             _refuse(f"{at}.function", "should be an object")
+        function, at = function_of(tool), f"{at}.function" if wrapped else at
         name = function.get("name")
         if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
-            _refuse(f"{at}.function.name", f"should be a string of 1 to {LONGEST_NAME} characters")
+            _refuse(f"{at}.name", f"should be a string of 1 to {LONGEST_NAME} characters")
         if name in names:
-            _refuse(f"{at}.function.name", f"{name!r} comes twice")
+            _refuse(f"{at}.name", f"{name!r} comes twice")
+        if not isinstance(function.get("strict"), bool | None):
+            _refuse(f"{at}.strict", "should be a boolean")
         if not isinstance(function.get("parameters") or {}, Mapping):
-            _refuse(f"{at}.function.parameters", "should be a JSON schema, an object")
+            _refuse(f"{at}.parameters", "should be a JSON schema, an object")
         names.add(name)
     return [dict(tool) for tool in tools]
+
+
+def check_tool_choice(choice: Any) -> Any:
+    """The choice as it is. InvalidRequest: it can't be one."""
+    _choice(choice)
+    return choice
 
 
 def _choice(choice: Any) -> tuple[str, str | None]:

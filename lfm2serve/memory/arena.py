@@ -116,6 +116,8 @@ class Arena:
 
         What failed before may be tried again from now on.
         """
+        if self._mapper is None:
+            return
         with self._changed:
             self._failed = {piece: error for piece, error in self._failed.items() if _fatal(error)}
             self._wanted.clear()

@@ -141,10 +141,13 @@ def make_plan(config: ModelConfig, options: EngineOptions, weight_bytes: int, ta
         slots,
     )  # fmt: skip
     if plan.total > target.memory - reserve:
+        flags = ["--memory-limit-gib"] * (options.memory_limit_gib is not None)
+        flags += [_pool_flag(options)] * ((options.kv_pages or options.kv_gib) is not None)
+        flags += ["--prompt-cache-gib"] * bool(options.prompt_cache_gib) + ["--reserve-gib"] * bool(reserve)
+        kept = f" less --reserve-gib {reserve / GIB:.2f}" if reserve else ""
         raise MemoryPlanError(
             f"{plan.total / GIB:.2f} GiB are needed ({weight_bytes / GIB:.2f} of weights) and {target.name} has "
-            f"{target.memory / GIB:.2f} GiB, {reserve / GIB:.2f} of them reserved: lower --memory-limit-gib, "
-            f"{_pool_flag(options)}, --max-streams or --reserve-gib, or take a smaller model"
+            f"{target.memory / GIB:.2f} GiB{kept}: lower {', '.join([*flags, '--max-streams'])} or take a smaller model"
         )
     return plan
 

@@ -252,6 +252,7 @@ def _told(group: ReplyGroup, stream: bool) -> dict[str, Any]:
     told: dict[str, Any] = {
         "stream": stream,
         "replies": len(built),
+        "streams": [reply.stream_id for reply in group.replies],
         "prompt_tokens": sum(len(reply.prompt.token_ids) for reply in group.replies),
         "cached_tokens": sum(reply.cached_tokens for reply in group.replies),
         "completion_tokens": sum(len(builder.token_ids) for builder in built),

@@ -57,7 +57,7 @@ class Bridge:
         self._posted: deque[tuple[Reply, StreamEvent, float]] = deque()
         self._awake = False
         self._rests_until = 0.0
-        self._busy = 0.0  # CPU seconds of the loop's thread, as of the last delivery
+        self._busy = time.thread_time()  # of the loop, which makes the bridge; as of the last delivery
 
     def post(self, reply: Reply, event: StreamEvent) -> None:
         """Called on the engine's thread."""
@@ -192,7 +192,8 @@ class ReplyGroup:
         for prompt in prompts:
             thinking = prompt.conversation.thinking if prompt.conversation is not None else Thinking.NEVER
             for choice in range(params.n):
-                builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids, prompt.reading)
+                reading = grammar.reading(prompt.reading) if grammar is not None else prompt.reading
+                builder = ReplyBuilder(self._tokenizer, params, prompt.token_ids, reading)
                 reply = Reply(self, len(self.replies), prompt, builder)
                 reply.stream_id = self._engine.submit(
                     prompt.token_ids,

@@ -152,11 +152,12 @@ class ServerMetrics:
 
     def tokens(self, event: StreamEvent, at: float, previous: float | None) -> None:
         """A reply gained tokens at the monotonic time `at`; its tokens before those came at `previous`."""
-        if previous is not None:
-            for _ in event.tokens:
-                self._gap.observe((at - previous) / len(event.tokens))
-        elif event.metrics.first_token is not None:
-            self._first_token.observe(event.metrics.first_token - event.metrics.arrival)
+        gaps = len(event.tokens)
+        if previous is None:
+            previous, gaps = event.metrics.first_token or at, gaps - 1
+            self._first_token.observe(previous - event.metrics.arrival)
+        for _ in range(gaps):
+            self._gap.observe((at - previous) / gaps)
 
     def finished(self, event: StreamEvent, reason: str) -> None:
         """A reply's last event; `reason` is what the client was told."""

@@ -8,10 +8,19 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from lfm2serve.chat.tool_choice import ToolUse, tool_use
+from lfm2serve.chat.tool_choice import ToolUse, check_tool_choice, tool_use
 from lfm2serve.errors import InvalidRequest
 from lfm2serve.sampling import SamplingParams, StructuredOutputsParams
 from lfm2serve.server.errors import from_validation
@@ -117,10 +126,19 @@ class ResponseFormat(Strict):
         return {"json_object": True} if self.type == "json_object" else None
 
 
+def _schema(value: Any) -> Any:
+    if not isinstance(value, dict | str | None):
+        raise PydanticCustomError("schema", "should be a JSON schema: an object, or its text")
+    return value
+
+
+SchemaOrText = Annotated[dict[str, Any] | str | None, BeforeValidator(_schema)]
+
+
 class StructuredOutputs(Strict):
     """vLLM's; see `StructuredOutputsParams`."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_: SchemaOrText = Field(None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -161,7 +179,7 @@ class _Generation(Strict):
     prompt_cache: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: SchemaOrText = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -264,7 +282,9 @@ class ChatRequest(_Generation):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | dict[str, Any] | None, BeforeValidator(check_tool_choice)
+    ] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     enable_thinking: bool | None = None
@@ -299,7 +319,8 @@ class ChatRequest(_Generation):
 
     @property
     def structured(self) -> bool:
-        return self._structure is not None or self._tool_use.required is not None
+        use = self._tool_use
+        return self._structure is not None or use.required is not None or use.strict
 
     def grammar(self, runtime: Runtime) -> Grammar | None:
         param = "tool_choice" if self._structure is None else self._structure[0]

@@ -64,6 +64,9 @@ class Recorder:
     def fill(self, array: DeviceArray, byte: int, stream: Any = None) -> None:
         pass
 
+    def load(self, kernels: Any) -> None:
+        pass
+
     def supports(self, kernel: Any) -> bool:
         return True
 

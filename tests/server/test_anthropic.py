@@ -180,12 +180,16 @@ def test_the_events_of_a_thought(fake: Live) -> None:
     assert kinds == ["thinking_delta"] * thinking + ["signature_delta"] + ["text_delta"] * text and thinking and text
 
 
-def test_thoughts_come_back(fake: Live, claude: anthropic.Anthropic) -> None:
-    fake.engine.script = says("<think>plan it</think>Done.", fake.runtime.tokenizer)
-    message = ask(claude, thinking={"type": "adaptive"})
-    ask(claude, messages=[*USER, {"role": "assistant", "content": message.content}, *USER])
+@pytest.mark.parametrize("thinking", [{"type": "adaptive"}, {"type": "disabled"}])
+def test_what_comes_back_is_what_the_engine_was_told(fake: Live, claude: anthropic.Anthropic, thinking: Any) -> None:
+    fake.engine.script = says(f"<think>plan it</think>So:{CALL}", fake.runtime.tokenizer)
+    message = ask(claude, thinking=thinking, tools=[WEATHER])
     _, told = fake.engine.told[0]
-    assert told and fake.engine.submitted[-1]["prompt"][: len(told)] == told, "the engine knew what comes back"
+    result = {"type": "tool_result", "tool_use_id": message.content[-1].id, "content": "sunny"}
+    back = [*USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    ask(claude, messages=back, thinking=thinking, tools=[WEATHER])
+    assert told and fake.engine.submitted[-1]["prompt"][: len(told)] == told
+    assert ("plan it" in prompt(fake)) == (thinking["type"] == "adaptive")
 
 
 def test_a_conversation_becomes_the_chat_that_it_is(fake: Live, claude: anthropic.Anthropic) -> None:

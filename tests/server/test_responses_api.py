@@ -12,6 +12,7 @@ import pytest
 
 from lfm2serve.errors import Lfm2Error
 from lfm2serve.sampling import SamplingParams
+from lfm2serve.server.dialects.fields import thinking_fields
 from lfm2serve.server.dialects.store import ResponseNotFound, ResponseStore, Stored
 
 from .conftest import Live, wait_for
@@ -227,6 +228,22 @@ def test_thoughts(fake: Live) -> None:
     assert "".join(event["delta"] for event in events if "delta" in event) == "plan it"
 
 
+@pytest.mark.parametrize(
+    ("known", "asked", "wanted"),
+    [
+        ((), {"effort": "high", "on": True}, {}),
+        (("enable_thinking",), {}, {}),
+        (("enable_thinking",), {"on": True}, {"enable_thinking": True}),
+        (("enable_thinking",), {"effort": "none"}, {"reasoning_effort": "none"}),
+        (("enable_thinking",), {"effort": "high", "on": False}, {"enable_thinking": False}),
+        (("reasoning_effort",), {"effort": "low", "on": True}, {"reasoning_effort": "low"}),
+        (("reasoning_effort",), {"on": False}, {}),
+    ],
+)
+def test_how_much_to_think_is_asked_of_templates_that_know(known: tuple[str, ...], asked: Any, wanted: Any) -> None:
+    assert thinking_fields(frozenset(known), **asked) == wanted
+
+
 def test_the_next_turn_is_what_the_engine_was_told(fake: Live) -> None:
     fake.engine.script = says("<think>plan it</think>Done.", fake.runtime.tokenizer)
     first = ask(fake)
@@ -277,6 +294,8 @@ def test_kept_responses(fake: Live) -> None:
         for kept in (second, branch, third):
             assert fake.client.responses.retrieve(kept.id).output_text == "One."
     assert fake.http.delete("/v1/responses/nowhere").status_code == 404
+    refused = fake.http.get(f"/v1/responses/{third.id}?stream=true")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream")
 
 
 def ask_again(fake: Live, name: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,12 @@ def test_positional_arguments_take_the_schemas_names(fake: Live) -> None:
     assert told(fake)[0] == {"tool_calls": [call("send_message", to="Ann", text="Hi")]}
 
 
+def test_a_flat_tool_is_one_too(fake: Live) -> None:
+    fake.engine.script = says(f'{TS}[f("x")]{TE}', fake.runtime.tokenizer)
+    flat = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+    assert told(fake, tools=[flat])[0] == {"tool_calls": [call("f", a="x")]}
+
+
 def test_logprobs_and_token_ids_stay_those_of_the_tokens(fake: Live) -> None:
     said = f"<think>a</think>b {TS}[f()]{TE}"
     fake.engine.script = says(said, fake.runtime.tokenizer)
@@ -186,6 +194,10 @@ def test_the_engine_is_told_what_comes_back(fake: Live) -> None:
         ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": ""}}]}),
         ("tools[0].function.parameters", {"tools": [named("f") | {"function": {"name": "f", "parameters": [1]}}]}),
         ("tools[1].function.name", {"tools": [WEATHER, WEATHER]}),
+        ("tools[0].parameters", {"tools": [{"name": "f", "parameters": [1]}]}),
+        ("tools[1].name", {"tools": [WEATHER, {"name": "get_weather"}]}),
+        ("tools[0].type", {"tools": [{"name": "f", "type": "custom"}]}),
+        ("tools[0].function.strict", {"tools": [named("f") | {"function": {"name": "f", "strict": "yes"}}]}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tool_choice": "required", "tools": []}),
         ("tool_choice", {"tool_choice": named("f")}),
@@ -297,3 +309,46 @@ def test_a_required_tool_is_called(demo: Live, fields: dict[str, Any]) -> None:
             assert len(arguments["city"]) <= 12
         plain = demo.chat(**body, max_tokens=200, extra_body={"draft": False, "prompt_cache": False}).choices[0]
         assert plain.message.tool_calls[0].function.arguments == made["function"]["arguments"]
+
+
+def test_arguments_of_enforced_calls_stream_as_they_are_drawn(demo: Live) -> None:
+    long = tool("send_message", to="string", text="string")
+    long["function"]["parameters"]["properties"]["to"] |= {"maxLength": 10}
+    long["function"]["parameters"]["properties"]["text"] |= {"minLength": 40, "maxLength": 60}
+    body = {"messages": QUESTION, "tools": [long], "tool_choice": "required", "parallel_tool_calls": False}
+    pieces = []
+    for chunk in demo.chat(**body, stream=True, max_tokens=200):
+        pieces += [call.function.arguments for call in chunk.choices[0].delta.tool_calls or []]
+    assert len(pieces) > 8 and json.loads("".join(pieces)).keys() == {"to", "text"}
+    message, finish = told(demo, **body, max_tokens=20)
+    [made] = message["tool_calls"]
+    assert finish == "length" and "".join(pieces).startswith(made["function"]["arguments"])
+    with pytest.raises(ValueError):
+        json.loads(made["function"]["arguments"])
+    message, finish = told(demo, **body, max_tokens=200, stop=['",'])
+    assert finish == "stop" and message["tool_calls"][0]["function"]["arguments"].startswith('{"to": "')
+
+
+def test_strict_tools_get_what_their_schemas_want(demo: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls are free to be made or not; the arguments of one that is made aren't."""
+    strict = tool("get_weather", city="string")
+    strict["function"]["strict"] = True
+    strict["function"]["parameters"]["properties"]["city"] = {"enum": ["Rome", "Oslo"]}
+    hello = [{"role": "user", "content": "What is the capital of Peru?"}]
+    for fields in ({}, {"extra_body": {"draft": False}}):
+        message, finish = told(demo, messages=QUESTION, tools=[strict], **fields)
+        assert message["tool_calls"] in ([call("get_weather", city="Rome")], [call("get_weather", city="Oslo")])
+        assert finish == "tool_calls"
+        assert told(demo, messages=hello, tools=[strict], **fields) == told(demo, messages=hello, tools=[strict])
+    bad = {**strict, "function": {**strict["function"], "parameters": {"properties": {"x": {"type": "foo"}}}}}
+    error = demo.post("/v1/chat/completions", messages=hello, tools=[bad]).json()["error"]
+    assert error["param"] == "tools" and "Invalid type: foo" in error["message"]
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    assert told(demo, messages=QUESTION, tools=[strict])[0] == {"tool_calls": [call("get_weather", city="Lima")]}
+
+
+def test_the_example(demo: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    main: Any = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tool_client.py"))["main"]
+    main(demo.url + "/v1")
+    made, answer, as_json = capsys.readouterr().out.splitlines()
+    assert made == 'get_weather({"city": "Lima"})' and "sunny" in answer and as_json == "{'answer': 'Lima'}"

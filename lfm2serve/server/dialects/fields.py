@@ -51,14 +51,11 @@ class Body(Strict):
 
 
 def thinking_fields(known: frozenset[str], *, effort: str | None = None, on: bool | None = None) -> dict[str, Any]:
-    """The chat's fields for how much to think, where the template has a switch for it; models without one think as
-    they always do."""
-    fields: dict[str, Any] = {}
-    if effort is not None and not known.isdisjoint(("reasoning_effort", "enable_thinking")):
-        fields["reasoning_effort"] = effort
-    if on is not None and "enable_thinking" in known and "reasoning_effort" not in fields:
-        fields["enable_thinking"] = on
-    return fields
+    """The chat's fields for whether (on) and how much (effort) to think, where the template has a switch for it; models
+    without one think as they always do."""
+    if on is not False and effort is not None and not known.isdisjoint(("reasoning_effort", "enable_thinking")):
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": on} if on is not None and "enable_thinking" in known else {}
 
 
 class DialectChat(ChatRequest):

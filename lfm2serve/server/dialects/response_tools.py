@@ -118,7 +118,7 @@ class ToolBox:
         for index, tool in enumerate(tools):
             at = f"tools[{index}]"
             if isinstance(tool, HostedTool):
-                log.info("%s: no %s here; the model isn't told of it", at, tool.type)
+                log.debug("%s: nobody runs %s here; the model isn't told of it", at, tool.type)
                 continue
             self.shown.append(tool.model_dump(exclude_none=True))
             if isinstance(tool, NamespaceTool):

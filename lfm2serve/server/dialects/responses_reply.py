@@ -12,7 +12,7 @@ from lfm2serve.chat.tokenizer import Tokenizer
 from lfm2serve.reply import ReplyDelta
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.dialects.parts import Part, PartStream, Step, parts_of, thought_tokens
-from lfm2serve.server.dialects.response_tools import CUSTOM_INPUT, ToolBox
+from lfm2serve.server.dialects.response_tools import CUSTOM_INPUT, Mode, ToolBox
 from lfm2serve.server.dialects.responses import ResponsesRequest
 from lfm2serve.server.errors import body_of
 from lfm2serve.server.group import Reply
@@ -205,7 +205,7 @@ def _head(request: ResponsesRequest, tools: ToolBox, params: SamplingParams, nam
         "store": request.store,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"} if text is None else text.model_dump(exclude_none=True, by_alias=True)},
-        "tool_choice": choice.type if len(type(choice).model_fields) == 1 else choice.model_dump(exclude_none=True),
+        "tool_choice": choice.type if isinstance(choice, Mode) else choice.model_dump(exclude_none=True),
         "tools": tools.shown,
         "top_logprobs": 0,
         "top_p": params.top_p,

@@ -65,6 +65,8 @@ def _before(asked: ResponsesRequest, store: ResponseStore) -> Stored | None:
 
 
 async def get_response(request: Request) -> Response:
+    if request.query_params.get("stream", "false") != "false":
+        raise InvalidRequest("stream: a kept response is not streamed again", param="stream")
     return JSONResponse(state_of(request).responses.get(request.path_params["name"]).body)
 
 
