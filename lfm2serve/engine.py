@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -35,6 +36,7 @@ from lfm2serve.structured import Constraint
 
 log = logging.getLogger("lfm2serve.engine")
 
+SWITCH_S = 5e-4
 MAX_BACKGROUND = 16  # passes that wait; the oldest is given up
 
 
@@ -230,6 +232,8 @@ class Engine:
     # ---- the engine's thread ----
 
     def _run(self) -> None:
+        # other threads' Python must not keep a round waiting for 5 ms; this is the whole process's setting
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         try:
             self._steps.attach()
             while self._take_commands():

@@ -13,6 +13,7 @@ from lfm2serve.memory.pages import SLACK_ROWS, PagePool
 from lfm2serve.stream import Stream
 
 EVEN_ROWS = 64  # a product's tiles
+MARGIN = 0.9  # of the longest gap: a step takes longer the more tokens are behind it
 MIN_ROWS = 8  # a prompt step is never smaller, however short the gap that is asked for
 
 
@@ -34,7 +35,7 @@ class Pace:
     """How many prompt rows fit between two decode rounds, learned from the steps that ran.
 
     A step's time is a line over its rows, fitted to the last ones: where every expert is read, few rows cost almost as
-    much as many. round_s: what a decode round takes.
+    much as many. It is trusted for twice the rows that were ever timed, no further. round_s: what a decode round takes.
     """
 
     def __init__(self, max_gap_s: float, largest: int) -> None:
@@ -42,10 +43,12 @@ class Pace:
         self._max_gap_s = max_gap_s
         self._largest = largest
         self._steps = 0
+        self._most = 0  # rows of the largest step that was timed
         self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0  # means over the last steps
 
     def prompt_step(self, rows: int, seconds: float) -> None:
         self._steps += 1
+        self._most = max(self._most, rows)
         share = max(1.0 / self._steps, 0.2)
         self._rows += share * (rows - self._rows)
         self._seconds += share * (seconds - self._seconds)
@@ -60,8 +63,8 @@ class Pace:
         if not self._seconds:
             return min(4 * MIN_ROWS, self._largest)
         fixed, row_s = self._line()
-        rows = int((self._max_gap_s - self.round_s - fixed) / row_s) // MIN_ROWS * MIN_ROWS
-        return max(MIN_ROWS, min(rows, self._largest))
+        rows = int((MARGIN * self._max_gap_s - self.round_s - fixed) / row_s) // MIN_ROWS * MIN_ROWS
+        return max(MIN_ROWS, min(rows, 2 * self._most, self._largest))
 
     def _line(self) -> tuple[float, float]:
         """Seconds of a step: fixed, and for each row."""

@@ -119,13 +119,14 @@ def test_pace_learns_what_a_step_costs_before_its_first_row() -> None:
     assert pace.rows_beside_decoding() == 32
     for rows in (32, 104):
         pace.prompt_step(rows, 0.010 + 12e-6 * rows)
-    for _ in range(4):
+    for most in (208, 416, 832, 1664, 3328, 3328):  # as far as it was measured, twice each time
         rows = pace.rows_beside_decoding()
-        assert 0.04 < 0.003 + 0.010 + 12e-6 * rows <= 0.051
+        assert 0.003 + 0.010 + 12e-6 * rows <= GAP and rows <= most
         pace.prompt_step(rows, 0.010 + 12e-6 * rows)
+    assert 0.003 + 0.010 + 12e-6 * rows > 0.8 * GAP
     for _ in range(9):  # a step that was disturbed is forgotten
         pace.prompt_step(3000, 0.2)
     for _ in range(40):
         rows = pace.rows_beside_decoding()
         pace.prompt_step(rows, 0.010 + 12e-6 * rows)
-    assert 2000 < pace.rows_beside_decoding() <= 3100
+    assert 2000 < pace.rows_beside_decoding() <= 2700

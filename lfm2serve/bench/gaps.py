@@ -72,14 +72,15 @@ def _together(report: Receipt, made: Dummy, engine: Engine, prompts: list[int]) 
     most = min(MOST, made.plan.context - FIRST - 1)
     running, late = _Watched(), []
     stream = _submit(engine, prompt(FIRST), most, running)
-    for number, length in enumerate(prompts, 1):
+    asked = [(length, prompt(length, number)) for number, length in enumerate(prompts, 1)]
+    for length, ids in asked:
         engine.arena.settle()
         running.wait(len(running.tokens) + SETTLED)
         settled = running.times[-SETTLED // 2 :]
         median = statistics.median(later - earlier for earlier, later in pairwise(settled))
         maps = engine.arena.stats()
         watched = _Watched()
-        _submit(engine, prompt(length, number), REPLY, watched)
+        _submit(engine, ids, REPLY, watched)
         watched.wait()
         running.wait(len(running.tokens) + 1)
         late.append(watched)
