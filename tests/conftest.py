@@ -8,6 +8,8 @@ import pytest
 
 DATA = Path(__file__).parent / "data"
 
+collect_ignore = ["test_ray.py"]  # a step of its own: it needs the extra `ray`
+
 
 @pytest.fixture(scope="session")
 def tiny_moe() -> Path:

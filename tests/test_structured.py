@@ -446,6 +446,11 @@ def test_the_library_calls_tools(llm: LLM) -> None:
     assert not llm.chat(hello, params, tools=tools)[0].outputs[0].tool_calls
     short = [tool("get_weather", {**city, "properties": {"city": {"type": "string", "maxLength": 9}}})]
     assert llm.chat(hello, params, tools=short, tool_choice=choice)[0].outputs[0].tool_calls[0].name == "get_weather"
+    how = {"tools": short, "tool_choice": choice, "draft": False}
+    pieces = [call for delta in llm.stream(hello, params, **how) for call in delta.tool_calls]
+    assert len(pieces) > 3, "an enforced call's arguments come as they are drawn"
+    assert [piece.name for piece in pieces if piece.name] == ["get_weather"]
+    assert json.loads("".join(piece.arguments for piece in pieces)).keys() == {"city"}
     for wrong in ("always", {"type": "function", "function": {"name": "other"}}):
         with pytest.raises(InvalidRequest, match="tool_choice"):
             llm.chat(hello, tools=tools, tool_choice=wrong)

@@ -277,7 +277,7 @@ run_sample = spread(sample_part)
 
 @kernel
 def sample(team, logits, rows, tables, lists, vocab, scratch, result, parts):
-    """logit_bias, bans and masks, penalties, temperature, top_k, top_p, min_p, then one draw a row; see `SampleRows`."""
+    """Bias, bans and masks, penalties, temperature, top_k, top_p, min_p, then one draw a row; see `SampleRows`."""
     run_sample(team, parts, (logits, rows, tables, lists, vocab, scratch, result))
 
 

@@ -14,6 +14,7 @@ from . import attention as _attention
 from . import attention_wgmma as _attention_wgmma
 from . import conv as _conv
 from . import copies as _copies
+from . import decode_route as _decode_route
 from . import embed as _embed
 from . import rope as _rope
 from . import route as _route
@@ -30,16 +31,17 @@ from .inputs import (
     host_results,
     split_results,
 )
-from .lazy import ExpertSum, Normed
-from .linear import bind_linear
+from .lazy import ExpertSum, Normed, Projected
+from .linear import bind_conv, bind_linear, bind_sum_conv, conv_plan, sum_conv_plan
 from .memory import HEAD, DeviceMemory, KVCache, PenaltyTables
-from .moe_products import bind_experts_down, bind_experts_up
+from .moe_products import Choice, bind_choice, bind_experts_down, bind_experts_up, choice_plans
 from .pack import PackedWeight
 from .scratch import Activations
 
 _log = logging.getLogger(__name__)
 
 VERIFY_ROWS = 16  # segments of up to so many rows are decode rows to attention
+DECODE_ROWS = 64  # a product of so few may become part of the kernel that reads it
 PROMPT_CONV_ROWS = 8  # rows of a conv tile in prompts
 RANGE_BYTES = 32 * (HEAD + 2) * 4  # a range's partial results, at 32 heads
 RESULT_BYTES = 1 << 20
@@ -212,6 +214,8 @@ class CudaBackend(DeviceMemory):
 
     def linear(self, x: Activations, weight: PackedWeight, residual: Activations | None = None) -> Activations:
         """r(x wT) [R, N], or r(residual + r(x wT)); for gated weights the SwiGLU's activations."""
+        if residual is None and not weight.gated and len(x) <= DECODE_ROWS:
+            return Projected(self, x, weight)
         _ = x.array  # what is pending gives memory back when it is queued
         out = self.scratch.take((len(x), weight.outputs), "bf16")
         self._product(x, weight, out, residual)
@@ -230,7 +234,20 @@ class CudaBackend(DeviceMemory):
     ) -> Activations:
         """The gated convolution of rows B, C, x [R, 3H]; keeps the rows' inputs in the ring."""
         hidden = ring.shape[3]
-        tile = 1 if batch.range_start is not None else PROMPT_CONV_ROWS
+        decode = batch.range_start is not None
+        plan = conv_plan(self.device, len(bcx), hidden) if decode else None
+        if plan is not None and isinstance(bcx, Projected) and bcx.pending:
+            x, weight = bcx.claim()
+            out = self.scratch.take((len(x), hidden), "bf16")
+            more = (weight, out.array, conv_weight, ring[layer], batch, self.dependent)
+            sum_plan = sum_conv_plan(self.device, hidden)
+            summed = x.claim_sum() if isinstance(x, Normed) and sum_plan is not None else None
+            if sum_plan is not None and summed is not None:
+                bind_sum_conv(self.device, sum_plan, summed, *more).run(self.stream)
+            else:
+                bind_conv(self.device, plan, x.array, *more).run(self.stream)
+            return out
+        tile = 1 if decode else PROMPT_CONV_ROWS
         out = self.scratch.take((len(bcx), hidden), "bf16")
         self.launch(
             _conv.short_conv, (-(-len(bcx) // tile), -(-hidden // 2 // _conv.THREADS)), _conv.THREADS, bcx,
@@ -368,10 +385,25 @@ class CudaBackend(DeviceMemory):
         if experts > _route.MOST_EXPERTS or hidden > _route.MOST_HIDDEN or hidden % 32 or top_k > _route.MOST_TOP:
             raise ValueError(f"{experts} experts of hidden size {hidden}, {top_k} a row: beyond what the router does")
         take = self.scratch.take
+        blocks = -(-rows // _route.ROUTE_ROWS)
+        plans = choice_plans(self.device, rows, w13, w2, top_k)
+        if plans is not None and batch.range_start is not None:
+            tiles = -(-experts // _route.TILE)
+            logits, place = take((rows, _route.MOST_EXPERTS), "f32"), take((pairs,), "i32")
+            self.launch(
+                _decode_route.route_logits, (blocks, tiles), _route.ROUTE_THREADS, h, norm, eps, x, gate,
+                batch.row_segment, batch.seg_slot, rows, hidden, experts, logits,
+            )  # fmt: skip
+            choice = Choice(logits.array, expert_bias, top_k, norm_topk, scaling, place.array, batch)
+            act, y = take((pairs, w13.outputs), "bf16"), take((pairs, hidden), "bf16")
+            for plan, given, weight, result in ((plans[0], x, w13, act), (plans[1], act, w2, y)):
+                bind_choice(
+                    self.device, plan, given.array, weight, result.array, choice, dependent=self.dependent
+                ).run(self.stream)  # fmt: skip
+            return ExpertSum(self, residual, y, place, top_k)
         ids, weights = take((pairs,), "i32"), take((pairs,), "f32")
         start, pair_row = take((experts + 1,), "i32"), take((pairs,), "i32")
         pair_weight, place = take((pairs,), "f32"), take((pairs,), "i32")
-        blocks = -(-rows // _route.ROUTE_ROWS)
         tiles = -(-experts // _route.TILE) if blocks <= _route.SPREAD_BLOCKS else 1
         logits = take((blocks * _route.ROUTE_ROWS, _route.MOST_EXPERTS), "f32") if tiles > 1 else None
         self.launch(

@@ -14,11 +14,16 @@ THREADS = 128
 
 
 @device
+def product_pair(a, b):
+    """r(a * b) of two channels."""
+    return pack(mul(low_half(a), low_half(b)), mul(high_half(a), high_half(b)))
+
+
+@device
 def gated_input(bcx, row, half, word):
     """u = r(B * x) of two channels."""
     at = np.int64(row) * 3 * half + word
-    b, x = bcx[at], bcx[at + 2 * half]
-    return pack(mul(low_half(b), low_half(x)), mul(high_half(b), high_half(x)))
+    return product_pair(bcx[at], bcx[at + 2 * half])
 
 
 @device
@@ -77,8 +82,7 @@ def short_conv(bcx, weight, ring, layer, slots, positions, row_segment, seg_star
             u2 = earlier_input(bcx, row, 2, first, position, ring, ring_at, half, word)
         u = gated_input(bcx, row, half, word)
         z = filtered(w0, w1, w2, u2, u1, u)
-        gate = bcx[np.int64(row) * 3 * half + half + word]
-        out[np.int64(row) * half + word] = pack(mul(low_half(gate), low_half(z)), mul(high_half(gate), high_half(z)))
+        out[np.int64(row) * half + word] = product_pair(bcx[np.int64(row) * 3 * half + half + word], z)
         u2, u1 = u1, u
         last = seg_start[segment + 1]
         if row == min(first + 1, last - 1):

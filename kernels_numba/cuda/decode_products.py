@@ -13,9 +13,14 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from ..batch import RING_ROWS
 from .compiler import BULK, Kernel, kernel
-from .functions import pack
+from .conv import filtered, product_pair
+from .decode_route import CHOICE_BYTES, choose_and_group, no_choices, own_values, pair_row, pair_weight
+from .functions import ZERO, pack
+from .norm import norm_pair, row_scale, square_sum
 from .products import (
+    PLAIN,
     RESIDUAL,
     SCALED,
     SWIGLU,
@@ -41,20 +46,30 @@ from .ptx import (
     barrier_test,
     barrier_wait,
     bulk_copy_hinted,
+    bulk_prefetch,
     cp_async_16,
     cp_async_arrive,
     dependency_wait,
     dependents_start,
     divide,
     evict_first,
+    group_sync,
     ldmatrix_x2,
     ldmatrix_x4,
+    load_32,
+    load_128,
     load_fresh,
     mma,
     shared_address,
+    shared_load_32,
+    shared_store_32,
+    shared_store_128,
+    store_32,
+    store_128,
     zeros,
 )
-from .scalar import device, shuffle_xor
+from .route import added, plus
+from .scalar import add, bits_of, device, float_of, shuffle_xor
 from .unroll import registers, static, unrolled
 
 STAGES = 32
@@ -63,13 +78,24 @@ CHUNK = 128
 """k of a stage."""
 UNIT_CHUNK = 16 * CHUNK * 2
 X_PITCH = CHUNK * 2 + 16  # shared memory from row to row of activations; 16 more, so that ldmatrix meets no bank twice
-RING = 512 + TABLE_BYTES + 496  # barriers, group table, then the stages
-BUDGET = 112 << 10
-"""Shared memory of a block: two kernels fit a multiprocessor, so the next one's weights can already come in."""
+RING = 512 + TABLE_BYTES + 496  # barriers, group table, then the stages, or first:
+CHOICE_RING = RING + CHOICE_BYTES  # what a block chose (see decode_route.py)
+FIRST, SECOND = 118016, 105472
+"""Shared memory of a block. A multiprocessor holds one kernel with FIRST (never two blocks of one, which would leave
+another multiprocessor idle) and beside it one with SECOND: what follows one another takes them in turn, so that the
+next one's weights can already come in."""
+SUM_THREADS = 256
+SUM_DEPTH = 8 * SUM_THREADS
+"""Longest row that a block sums and norms by itself."""
+SUM_BYTES = 2 * SUM_DEPTH + 4 * SUM_THREADS
+WIDE = 224 << 10
+"""Shared memory with so many rows that nothing fits beside it."""
 SHAPES = {8: (8, 1, 1), 16: (8, 1, 1), 32: (8, 2, 2), 64: (4, 4, 4)}
 """By the most rows of a group: units of a round at most, consumer warps that share the rows of a unit, row warps."""
 
-ROWS = SHIFT = HALVES = SPLIT = X_WARPS = X_COPIES = 0  # of each version, put in by `unrolled`
+ROWS = SHIFT = HALVES = SPLIT = X_WARPS = X_COPIES = CHOICE = CONV = SUM = START = LINE = (
+    0  # of each version, put in by `unrolled`
+)
 zero = fetch = multiply = last_step = pairs = None  # the same, put in by _make
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
@@ -89,12 +115,12 @@ def advance(slot, parity, stages):
 
 
 @device
-def round_of(unit, stop, most, units, rows, group_rows, start, table, experts):
+def round_of(unit, stop, most, units, rows, group_rows, grouped, table, experts):
     """The round that begins at `unit`: units taken, the first one's tile, the expert, and its rows [first, last)."""
     group = i32(divide(u32(unit), u32(units)))
     tile = i32(unit - i32(group * units))
     taken = min(most, i32(stop - unit), i32(units - tile))
-    if start == u64(0):
+    if not grouped:
         return taken, tile, i32(0), i32(group * group_rows), rows
     expert = find_expert(table, experts, group, i32(1))
     first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * group_rows))
@@ -170,9 +196,128 @@ def pairs_16(acc, lane):
     return pack(acc[0], acc[1]), pack(acc[4], acc[5]), pack(acc[2], acc[3]), pack(acc[6], acc[7])
 
 
+@device
+def sum_and_norm(summands, residual, norm_weight, eps, depth, top_k, sums, line, consumers, warp, lane):
+    """By all warps but the weights': the only row's sum over its experts and the RMSNorm of that, as
+    `combine_experts_norm`'s; the normed row to shared memory, the sum (by one block) to `sums`. A thread has 8 values.
+    """
+    thread = i32(i32(warp * i32(32)) + lane)
+    if warp > consumers:
+        thread = i32(thread - i32(32))
+    pieces = i32(depth >> i32(3))
+    here = u64(u64(u32(thread)) * u64(16))
+    mine = thread < pieces
+    e, f, g, h = u32(0), u32(0), u32(0), u32(0)
+    if mine:
+        e, f, g, h = load_128(u64(norm_weight + here))
+    dependency_wait()
+    a, b, c, d = u32(0), u32(0), u32(0), u32(0)
+    squares = ZERO
+    if mine:
+        a, b, c, d = row_sum(summands, residual, here, u64(u64(u32(depth)) * u64(2)), top_k)
+        squares = square_sum(a, b, c, d)
+        if i32(cuda.blockIdx.x) == i32(0):
+            store_128(u64(sums + here), a, b, c, d)
+    squared = u32(line + u32(i32(depth + depth)))
+    shared_store_32(u32(squared + u32(thread) * u32(4)), bits_of(squares))
+    group_sync(u32(2), u32(SUM_THREADS))
+    total = ZERO
+    for part in range(SUM_THREADS // 32):
+        word = shared_load_32(u32(squared + u32(i32(i32(part) * i32(32)) + lane) * u32(4)))
+        total = add(total, float_of(word))
+    scale = row_scale(total, depth, eps)
+    if mine:
+        shared_store_128(
+            u32(line + u32(here)), norm_pair(a, e, scale), norm_pair(b, f, scale), norm_pair(c, g, scale),
+            norm_pair(d, h, scale),
+        )  # fmt: skip
+    group_sync(u32(2), u32(SUM_THREADS))
+
+
+@device
+@unrolled
+def row_sum(summands, residual, here, row_bytes, top_k):
+    """8 values of r(residual + r(sum of `top_k` rows)), as `expert_sum`'s."""
+    rest = registers(4)
+    rest = load_128(u64(residual + here))
+    s0, s1, s2, s3 = (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO), (ZERO, ZERO)
+    for j in range(0, top_k, 4):
+        words = registers(16, u32(0))
+        for i in static(4):
+            if i32(j + i) < top_k:
+                words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = load_128(
+                    u64(summands + u64(u32(i32(j + i))) * row_bytes + here)
+                )
+        for i in static(4):
+            if i32(j + i) < top_k:
+                s0, s1 = plus(s0, words[4 * i]), plus(s1, words[4 * i + 1])
+                s2, s3 = plus(s2, words[4 * i + 2]), plus(s3, words[4 * i + 3])
+    return added(rest[0], s0), added(rest[1], s1), added(rest[2], s2), added(rest[3], s3)
+
+
+@device
+def conv_inputs(item, tile, units, filters, state, row_segment, seg_slot, seg_start, positions):
+    """What the convolution of row item / 8 and two of a unit's channels needs beside the product: taps, the two inputs
+    before where they lie in the ring, slot, row of the segment, position."""
+    row, word = i32(item >> i32(3)), i32(i32(tile * i32(8)) + i32(item & i32(7)))
+    half = i32(units * i32(8))
+    w0 = load_32(u64(filters + u64(u32(word)) * u64(4)))
+    w1 = load_32(u64(filters + u64(u32(i32(half + word))) * u64(4)))
+    w2 = load_32(u64(filters + u64(u32(i32(i32(half + half) + word))) * u64(4)))
+    position = load_fresh(u64(positions + u64(u32(row)) * u64(4)))
+    segment = load_fresh(u64(row_segment + u64(u32(row)) * u64(4)))
+    slot = load_fresh(u64(seg_slot + u64(u32(segment)) * u64(4)))
+    number = i32(row - load_fresh(u64(seg_start + u64(u32(segment)) * u64(4))))
+    u1, u2 = u32(0), u32(0)
+    if slot >= i32(0):
+        if number < i32(1) and position >= i32(1):
+            u1 = load_32(state_at(state, slot, i32(position - i32(1)), half, word))
+        if number < i32(2) and position >= i32(2):
+            u2 = load_32(state_at(state, slot, i32(position - i32(2)), half, word))
+    return w0, w1, w2, u1, u2, u32(slot), u32(number), u32(position)
+
+
+@device
+def state_at(state, slot, position, half, word):
+    line = u64(u64(u32(slot)) * u64(RING_ROWS) + u64(u32(position & i32(RING_ROWS - 1))))
+    return u64(state + u64(line * u64(u32(half)) + u64(u32(word))) * u64(4))
+
+
+@device
+def projected(area, group_rows, part, row, item):
+    """Two channels of B (part 0), C or x of a row of this block's unit."""
+    at = u32(u32(i32(i32(part * group_rows) + row)) * u32(32) + u32(item & i32(7)) * u32(4))
+    return shared_load_32(u32(area + at))
+
+
+@device
+def gated_product(area, group_rows, row, item):
+    """u = r(B * x) of a row."""
+    return product_pair(projected(area, group_rows, i32(0), row, item), projected(area, group_rows, i32(2), row, item))
+
+
+@device
+def conv_output(item, tile, units, group_rows, area, w0, w1, w2, u1, u2, slot, number, position, state, out):
+    """Two channels of a row of the convolution, as `short_conv`'s, and their input into the ring."""
+    row, word = i32(item >> i32(3)), i32(i32(tile * i32(8)) + i32(item & i32(7)))
+    half = i32(units * i32(8))
+    to = u64(out + u64(u64(u32(row)) * u64(u32(half)) + u64(u32(word))) * u64(4))
+    if i32(slot) < i32(0):
+        store_32(to, u32(0))
+        return
+    if i32(number) >= i32(1):
+        u1 = gated_product(area, group_rows, i32(row - i32(1)), item)
+    if i32(number) >= i32(2):
+        u2 = gated_product(area, group_rows, i32(row - i32(2)), item)
+    u = gated_product(area, group_rows, row, item)
+    store_32(to, product_pair(projected(area, group_rows, i32(1), row, item), filtered(w0, w1, w2, u2, u1, u)))
+    store_32(state_at(state, i32(slot), i32(position), half, word), u)
+
+
 def _ring(
     x, x_row, rows, depth, w, expert_bytes, units, out, out_row, columns, mode, extra, start, experts, gather, warps,
-    stages, early,
+    stages, early, late, logits, bias, row_segment, seg_slot, seg_start, positions, top_k, normalize, scaling, places,
+    filters, state, summands, residual, norm_weight, eps, sums,
 ):  # fmt: skip
     base = u32(u32(shared_address(cuda.shared.array(0, np.uint8)) + u32(127)) & u32(0xFFFFFF80))
     tid = i32(cuda.threadIdx.x)
@@ -180,30 +325,52 @@ def _ring(
     warp = i32(tid >> i32(5))
     consumers = i32(warps * i32(SPLIT))
     table = u32(base + u32(512))
-    ring = u32(base + u32(RING))
+    area = u32(base + u32(RING))
+    ring = u32(base + u32(START))
     stage_size = u32(u32(warps) * u32(UNIT_CHUNK) + u32(ROWS * X_PITCH))
+    arrivals = u32(1 + 32 * X_WARPS)
+    if SUM == 1:
+        stage_size, arrivals = u32(u32(warps) * u32(UNIT_CHUNK)), u32(1)
     if tid == i32(0):
         for s in range(stages):
-            barrier_init(u32(base + u32(s) * u32(16)), u32(1 + 32 * X_WARPS))
+            barrier_init(u32(base + u32(s) * u32(16)), arrivals)
             barrier_init(u32(base + u32(s) * u32(16) + u32(8)), u32(consumers))
         barrier_init_fence()
         async_fence()
-    if early == i32(0):  # the group table, and so the weights' addresses, come from the kernel before
+    if CHOICE == 1:
+        bias_low, bias_high = own_values(bias, lane, experts, np.float32(0.0))
+        no_choices(area, tid, i32(cuda.blockDim.x))
+        cuda.syncthreads()
+    if early == i32(0):  # which experts' weights are read is not known before
         dependency_wait()
-    dependents_start()
+    if late == i32(0):
+        dependents_start()
     groups = i32(i32(rows + i32(ROWS - 1)) >> i32(SHIFT))
-    if start != u64(0):
+    grouped = start != u64(0)
+    if CHOICE == 1:
+        grouped = True
+        if mode != SWIGLU or i32(cuda.blockIdx.x) != i32(0):
+            places = u64(0)
+        choose_and_group(
+            logits, bias, bias_low, bias_high, rows, experts, top_k, normalize, scaling, places, i32(SHIFT), table,
+            area, lane, warp, i32(i32(cuda.blockDim.x) >> i32(5)),
+        )  # fmt: skip
+        groups = table_groups(table, experts)
+    elif grouped:
         if warp == i32(0):
             group_table(start, experts, i32(SHIFT), table, lane)
         cuda.syncthreads()
         groups = table_groups(table, experts)
     else:
         cuda.syncthreads()
+    most = i32(warps)  # units of a round; with a convolution one of B's, and those of C and x of the same channels
+    if CONV == 1:
+        most = i32(1)
     total = u32(u32(groups) * u32(units))
     grid = u32(cuda.gridDim.x)
     unit = i32(divide(u32(total * u32(cuda.blockIdx.x)), grid))
     stop = i32(divide(u32(total * u32(u32(cuda.blockIdx.x) + u32(1))), grid))
-    if start != u64(0) and groups > i32(0) and u32(u32(groups) * u32(8)) <= grid:
+    if grouped and groups > i32(0) and u32(u32(groups) * u32(8)) <= grid:
         # few groups: whole blocks for each, so that no block has a second, short round
         group = i32(divide(u32(u32(cuda.blockIdx.x) * u32(groups)), grid))
         begin = i32(divide(u32(u32(group) * grid + u32(groups) - u32(1)), u32(groups)))
@@ -220,36 +387,61 @@ def _ring(
     if warp == consumers:
         parity = u32(1)
         policy = evict_first()
+        ahead = i32(-1)
+        if early == i32(2) and i32(stop - unit) <= most:
+            ahead = stages  # once the ring is full, the rest of the only round comes to the second-level cache
+        left = i32(i32(i32(divide(u32(i32(stop - unit) + most - i32(1)), u32(most))) * chunks) - late)
+        if left <= i32(0):
+            dependents_start()
         while unit < stop:
-            taken, tile, expert, _, _ = round_of(unit, stop, warps, units, rows, i32(ROWS), start, table, experts)
-            source = u64(w + u64(expert) * u64(expert_bytes) + u64(i32(tile + lane)) * u64(unit_bytes))
+            taken, tile, expert, _, _ = round_of(unit, stop, most, units, rows, i32(ROWS), grouped, table, experts)
+            copies, number = taken, i32(tile + lane)
+            if CONV == 1:
+                copies, number = i32(3), i32(tile + i32(lane * units))
+            source = u64(w + u64(expert) * u64(expert_bytes) + u64(number) * u64(unit_bytes))
             for c in range(chunks):
                 part = min(i32(UNIT_CHUNK), i32(unit_bytes - i32(c * UNIT_CHUNK)))
                 full = u32(base + u32(slot) * u32(16))
+                if i32(c) == ahead and lane < copies:
+                    bulk_prefetch(source, u32(unit_bytes - i32(c * UNIT_CHUNK)))
                 barrier_wait(u32(full + u32(8)), parity)
                 if lane == i32(0):
-                    barrier_expect(full, u32(taken * part))
+                    barrier_expect(full, u32(copies * part))
                 cuda.syncwarp()
-                if lane < taken:
+                if lane < copies:
                     at = u32(ring + u32(slot) * stage_size + u32(lane) * u32(UNIT_CHUNK))
                     bulk_copy_hinted(at, source, u32(part), full, policy)
                 source = u64(source + u64(UNIT_CHUNK))
                 slot, parity = advance(slot, parity, stages)
+                left = i32(left - i32(1))
+                if left == i32(0):  # the next kernel's weights take little from this one's now
+                    dependents_start()
             unit = i32(unit + taken)
+        dependents_start()
         return
-    dependency_wait()
+    if SUM == 1:
+        sum_and_norm(
+            summands, residual, norm_weight, eps, depth, top_k, sums, u32(base + u32(LINE)), consumers, warp, lane
+        )
+        if warp > consumers:
+            return
+    elif CONV == 0 or warp > consumers:
+        dependency_wait()
     if warp > consumers:
         # row 2 i + (lane / 16) of this warp's share, 16-byte piece lane % 16 of a chunk
         mine = i32(i32(warp - consumers - i32(1)) * i32(2 * X_COPIES) + i32(lane >> i32(4)))
         piece = i32(lane & i32(15))
         to = u32(u32(warps) * u32(UNIT_CHUNK) + u32(mine) * u32(X_PITCH) + u32(piece) * u32(16))
         while unit < stop:
-            taken, _, _, first, last = round_of(unit, stop, warps, units, rows, i32(ROWS), start, table, experts)
+            taken, _, _, first, last = round_of(unit, stop, most, units, rows, i32(ROWS), grouped, table, experts)
             source = registers(X_COPIES, u64(0))
             for i in static(X_COPIES):
                 row = i32(first + mine + i32(2 * i))
                 if row < last:
-                    if gather != u64(0):
+                    if CHOICE == 1:
+                        if mode == SWIGLU:
+                            row = pair_row(area, row)
+                    elif gather != u64(0):
                         row = load_fresh(u64(gather + u64(row) * u64(4)))
                     source[i] = u64(x + u64(row) * u64(x_row) + u64(i32(piece * i32(16))))
             for c in range(chunks):
@@ -284,11 +476,25 @@ def _ring(
     here = i32(here + share)
     wo = u32(wo + u32(place) * u32(UNIT_CHUNK))
     xo = u32(xo + u32(warps) * u32(UNIT_CHUNK) + u32(share) * u32(X_PITCH))
+    if SUM == 1:  # the only row, all of it; the other rows of the fragments are the same
+        xo = u32(u32(base + u32(LINE)) + u32(lane >> i32(3)) * u32(16))
     whole = i32(depth // i32(CHUNK))
     rest = i32(i32(depth - i32(whole * i32(CHUNK))) >> i32(4))
     while unit < stop:
-        taken, tile, _, first, last = round_of(unit, stop, warps, units, rows, i32(ROWS), start, table, experts)
+        taken, tile, _, first, last = round_of(unit, stop, most, units, rows, i32(ROWS), grouped, table, experts)
         unit = i32(unit + taken)
+        if CONV == 1:
+            taken = i32(3)
+            given = registers(16, u32(0))
+            for i in static(2):
+                item = i32(tid + i32(i32(i) * i32(consumers * i32(32))))
+                if item < i32(rows * i32(8)):
+                    (
+                        given[8 * i], given[8 * i + 1], given[8 * i + 2], given[8 * i + 3], given[8 * i + 4],
+                        given[8 * i + 5], given[8 * i + 6], given[8 * i + 7],
+                    ) = conv_inputs(
+                        item, tile, units, filters, state, row_segment, seg_slot, seg_start, positions
+                    )  # fmt: skip
         if place >= taken:  # nothing to do but to keep step
             for _ in range(chunks):
                 barrier_wait(u32(base + u32(slot) * u32(16)), parity)
@@ -302,7 +508,10 @@ def _ring(
         for h in static(HALVES):  # what the end needs is asked for early
             row = i32(first + i32(h * 8) + here)
             if row < last and mode == SCALED:
-                factor[h] = row_weight(extra, row)
+                if CHOICE == 1:
+                    factor[h] = pair_weight(area, row)
+                else:
+                    factor[h] = row_weight(extra, row)
             if row < last and mode == RESIDUAL:
                 for t in static(2):
                     column = i32(mine * i32(16) + i32(t * 8) + pair)
@@ -313,6 +522,8 @@ def _ring(
         barrier_wait(full, parity)
         wa = u32(ring + u32(slot) * stage_size + wo)
         xa = u32(ring + u32(slot) * stage_size + xo)
+        if SUM == 1:
+            xa = xo
         now = fetch(wa, xa, 0)
         for c in range(whole):
             # two k steps at a time: the next two are fetched before these are multiplied
@@ -331,7 +542,7 @@ def _ring(
                 if landed == u32(0):
                     barrier_wait(full, parity)
                 wa = u32(ring + u32(slot) * stage_size + wo)
-                xa = u32(ring + u32(slot) * stage_size + xo)
+                xa = u32(xa + u32(CHUNK * 2)) if SUM == 1 else u32(ring + u32(slot) * stage_size + xo)
                 now = fetch(wa, xa, 0)
             acc = multiply(acc, then)
             cuda.syncwarp()
@@ -345,6 +556,24 @@ def _ring(
                 barrier_arrive(u32(full + u32(8)))
             slot, parity = advance(slot, parity, stages)
         results = pairs(acc, lane)
+        if CONV == 1:
+            # this warp's rows of B, C or x, then everyone's channels of all three
+            for h in static(HALVES):
+                to = u32(area + u32(i32(i32(i32(place * i32(ROWS)) + here) + i32(h * 8))) * u32(32))
+                to = u32(to + u32(pair) * u32(2))
+                shared_store_32(to, results[2 * h])
+                shared_store_32(u32(to + u32(16)), results[2 * h + 1])
+            group_sync(u32(1), u32(consumers * i32(32)))
+            for i in static(2):
+                item = i32(tid + i32(i32(i) * i32(consumers * i32(32))))
+                if item < i32(rows * i32(8)):
+                    conv_output(
+                        item, tile, units, i32(ROWS), area, given[8 * i], given[8 * i + 1], given[8 * i + 2],
+                        given[8 * i + 3], given[8 * i + 4], given[8 * i + 5], given[8 * i + 6], given[8 * i + 7],
+                        state, out,
+                    )  # fmt: skip
+            group_sync(u32(1), u32(consumers * i32(32)))
+            continue
         for h in static(HALVES):
             row = i32(first + i32(h * 8) + here)
             if row < last:
@@ -362,7 +591,16 @@ def _ring(
                     store_pair(out, out_row, columns, mode, row, i32(column + i32(8)), high)
 
 
-ARGUMENTS = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32 u64 u64 i32 u64 i32 i32 i32"
+COMMON = "u64 i32 i32 i32 u64 i64 i32 u64 i32 i32 i32"
+ARGUMENTS = f"{COMMON} u64 u64 i32 u64 i32 i32 i32 i32"
+CHOICE_ARGUMENTS = f"{COMMON} i32 i32 i32 i32 i32 u64 u64 i32 i32 f32 u64"
+CONV_ARGUMENTS = "u64 i32 i32 i32 u64 i32 u64 i32 i32 i32 u64 u64 u64 u64 u64 u64"
+SUM_ARGUMENTS = "i32 u64 i32 u64 i32 i32 i32 i32 i32 i32 u64 u64 u64 f32 u64"
+SUM_CONV_ARGUMENTS = "i32 u64 i32 u64 i32 i32 i32 u64 u64 u64 u64 i32 u64 u64 u64 u64 u64 f32 u64"
+_CHOOSES = ("logits", "bias", "normalize", "scaling", "places")
+_GROUPED = ("extra", "start", "gather")
+_CONVOLVES = ("seg_start", "positions", "filters", "state")
+_SUMS = ("summands", "residual", "norm_weight", "eps", "sums")
 
 
 def threads(rows: int, warps: int) -> int:
@@ -371,14 +609,31 @@ def threads(rows: int, warps: int) -> int:
     return 32 * (warps * split + 1 + row_warps)
 
 
-def _make(rows: int) -> Kernel:
-    most, split, row_warps = SHAPES[rows]
-    known: dict[str, Any] = {
-        "ROWS": rows, "SHIFT": rows.bit_length() - 1, "HALVES": 1 if rows == 8 else 2, "SPLIT": split,
-        "X_WARPS": row_warps, "X_COPIES": rows // 2 // row_warps, "CHUNK": CHUNK, "UNIT_CHUNK": UNIT_CHUNK,
-        "X_PITCH": X_PITCH, "RING": RING,
+def sum_stage_bytes(rows: int, warps: int) -> int:
+    """`stage_bytes` where the only row lies apart."""
+    return warps * UNIT_CHUNK
+
+
+def sum_threads(rows: int, warps: int) -> int:
+    """`threads` where all warps but the weights' sum and norm the row."""
+    return SUM_THREADS + 32
+
+
+def conv_ring(rows: int) -> int:
+    """Where the stages begin behind what the three parts of a unit's channels exchange."""
+    return RING + 3 * rows * 32
+
+
+def _make(size: int, name: str, arguments: str, begin: int, **known: Any) -> Kernel:
+    """A version of `_ring` for groups of up to `size` rows; parameters that are `known` are dropped."""
+    most, split, row_warps = SHAPES[size]
+    given = set(known)
+    known = {"CHOICE": 0, "CONV": 0, "SUM": 0, "LINE": 0} | known | {
+        "ROWS": size, "SHIFT": size.bit_length() - 1, "HALVES": 1 if size == 8 else 2, "SPLIT": split,
+        "X_WARPS": row_warps, "X_COPIES": size // 2 // row_warps, "CHUNK": CHUNK, "UNIT_CHUNK": UNIT_CHUNK,
+        "X_PITCH": X_PITCH, "RING": RING, "START": begin,
     }  # fmt: skip
-    few = rows == 8
+    few = size == 8
     function = with_globals(
         unrolled(_ring, **known),
         zero=zeros(4 if few else 8),
@@ -388,14 +643,68 @@ def _make(rows: int) -> Kernel:
         pairs=pairs_8 if few else pairs_16,
     )
     register = kernel(
-        ARGUMENTS,
-        threads=threads(rows, most),
-        dynamic_shared=BUDGET if rows <= 16 else 2 * BUDGET,
+        arguments,
+        threads=threads(size, most),
+        dynamic_shared=FIRST if size <= 32 or name == "ring_conv" else WIDE,
         architectures=BULK,
-        name=f"ring_product_{rows}",
+        name=name if "SUM" in given else f"{name}_{size}",
     )
     return register(function)
 
 
-RING_PRODUCTS = {rows: _make(rows) for rows in SHAPES}
+def _without(*groups: tuple[str, ...]) -> dict[str, int]:
+    return {name: 0 for group in groups for name in group}
+
+
+RING_PRODUCTS = {
+    rows: _make(
+        rows, "ring_product", ARGUMENTS, RING, row_segment=0, seg_slot=0, top_k=0,
+        **_without(_CHOOSES, _CONVOLVES, _SUMS),
+    )
+    for rows in SHAPES
+}  # fmt: skip
 """By the most rows of a group."""
+
+RING_EXPERTS = {
+    rows: _make(
+        rows,
+        "ring_experts",
+        CHOICE_ARGUMENTS,
+        CHOICE_RING,
+        CHOICE=1,
+        row_segment=0,
+        seg_slot=0,
+        **_without(_GROUPED, _CONVOLVES, _SUMS),
+    )
+    for rows in (8, 16)
+}
+"""Experts' products of a decode round: each block chooses and groups for itself, from the router's logits."""
+
+_CONV = {"CONV": 1, "mode": PLAIN, "experts": 1, "expert_bytes": 0, "out_row": 0, "columns": 0, "early": 2}
+
+RING_CONVS = {
+    rows: _make(
+        rows, "ring_conv", CONV_ARGUMENTS, conv_ring(rows), top_k=0, **_CONV, **_without(_GROUPED, _CHOOSES, _SUMS)
+    )
+    for rows in SHAPES
+}  # fmt: skip
+"""A convolution layer's first product and its short convolution, for up to so many rows: units of B, C and x that are
+the same channels meet in one block."""
+
+_ONE_ROW = {"SUM": 1, "rows": 1, "x": 0, "x_row": 0}
+
+RING_SUMS = {
+    1: _make(
+        8, "ring_sum", SUM_ARGUMENTS, RING + SUM_BYTES, LINE=RING, mode=PLAIN, experts=1, expert_bytes=0, early=2,
+        row_segment=0, seg_slot=0, **_ONE_ROW, **_without(_GROUPED, _CHOOSES, _CONVOLVES),
+    )
+}  # fmt: skip
+"""A product of one row, behind the sum over experts and the norm, which each block computes for itself."""
+
+RING_SUM_CONVS = {
+    1: _make(
+        8, "ring_sum_conv", SUM_CONV_ARGUMENTS, conv_ring(8) + SUM_BYTES, LINE=conv_ring(8), **_CONV, **_ONE_ROW,
+        **_without(_GROUPED, _CHOOSES),
+    )
+}  # fmt: skip
+"""The same before a convolution layer."""

@@ -15,8 +15,9 @@ from .decode_products import RING_PRODUCTS
 from .driver import Device, DeviceArray, Launch, Stream
 from .gemm_mma import MMA_PRODUCTS
 from .gemm_wgmma import WGMMA_PRODUCTS
+from .inputs import DeviceBatch
 from .pack import PackedWeight
-from .products import LOGITS, PLAIN, RESIDUAL, SWIGLU
+from .products import LOGITS, PLAIN, RESIDUAL, SCALED, SWIGLU
 
 _WGMMA_NS = {256: 1100, 128: 680, 64: 500}
 """Nanoseconds of 64 k of a tile by its columns, measured on an H200 as the figures below."""
@@ -39,24 +40,60 @@ class Plan:
     tail: tuple[int, ...]
 
 
-def ring_plan(device: Device, rows: int, units: int, early: bool = True) -> Plan | None:
+def ring_plan(
+    device: Device, rows: int, units: int, early: bool = True, *, mode: int = PLAIN, kind: RingKind | None = None
+) -> Plan | None:
     """The ring kernel for groups of up to `rows` rows (8, 16, 32 or 64) and about `units` units of weights in all.
 
-    early: the weights' addresses don't depend on the kernel before.
+    early: the weights' addresses don't depend on the kernel before. mode: the epilogue; kernels with RESIDUAL and
+    SCALED follow others in a layer. kind: another family of ring kernels than RING_PRODUCTS.
     """
-    kernel = RING_PRODUCTS[rows]
-    if not device.supports(kernel):
+    kind = kind or _PRODUCTS
+    kernel = kind.kernels.get(rows)
+    if kernel is None or not device.supports(kernel):
         return None
+    second = mode in (RESIDUAL, SCALED)
     grid = min(device.multiprocessors, units)
     each = -(-units // grid)
-    warps = -(-each // -(-each // ring.SHAPES[rows][0]))
-    room = min(kernel.dynamic_shared, device.shared_bytes) - 128 - ring.RING
-    stages = min(ring.STAGES, room // ring.stage_bytes(rows, warps))
-    while stages < 3 and warps > 1:
+    whole = ring.SECOND if second and rows <= 32 else kernel.dynamic_shared
+    room = min(whole, device.shared_bytes) - 128 - kind.start(rows)
+    warps = kind.warps or -(-each // -(-each // ring.SHAPES[kind.rows or rows][0]))
+    stages = min(ring.STAGES, room // kind.stage_bytes(rows, warps))
+    while stages < 3 and warps > 1 and not kind.warps:
         warps -= 1
-        stages = min(ring.STAGES, room // ring.stage_bytes(rows, warps))
-    shared = 128 + ring.RING + stages * ring.stage_bytes(rows, warps)
-    return Plan(kernel, grid, ring.threads(rows, warps), shared, (warps, stages, int(early)))
+        stages = min(ring.STAGES, room // kind.stage_bytes(rows, warps))
+    if stages < 2:
+        return None
+    shared = 128 + kind.start(rows) + stages * kind.stage_bytes(rows, warps)
+    if whole == ring.FIRST:
+        shared = min(whole, device.shared_bytes)  # no room for a second block
+    ahead = mode != SCALED  # the second product's weights would only push the first's aside
+    tail = (warps, stages, int(early) + int(early and ahead), _LATE.get(mode, 0))
+    return Plan(kernel, grid, kind.threads(rows, warps), shared, tail)
+
+
+@dataclass(frozen=True, slots=True)
+class RingKind:
+    """A family of ring kernels: by rows of a group, where its stages begin, and the units of its rounds if fixed."""
+
+    kernels: dict[int, Kernel]
+    start: Callable[[int], int]
+    warps: int = 0
+    stage_bytes: Callable[[int, int], int] = ring.stage_bytes
+    threads: Callable[[int, int], int] = ring.threads
+    rows: int = 0
+    """of its group, where it isn't their number in `kernels`"""
+
+
+_PRODUCTS = RingKind(RING_PRODUCTS, lambda rows: ring.RING)
+EXPERTS = RingKind(ring.RING_EXPERTS, lambda rows: ring.CHOICE_RING)
+CONVS = RingKind(ring.RING_CONVS, ring.conv_ring, 3)
+SUMS = RingKind(ring.RING_SUMS, lambda rows: ring.RING + ring.SUM_BYTES, 0, ring.sum_stage_bytes, ring.sum_threads, 8)
+SUM_CONVS = RingKind(
+    ring.RING_SUM_CONVS, lambda rows: ring.conv_ring(8) + ring.SUM_BYTES, 3, ring.sum_stage_bytes, ring.sum_threads, 8
+)
+_LATE = {SWIGLU: 8, SCALED: 8}
+"""Before how many of its stages a product lets the next kernel begin, by epilogue; the others do so at once."""
 
 
 def wgmma_plan(device: Device, columns: int, tiles_m: int, units: int) -> Plan | None:
@@ -82,9 +119,9 @@ def wgmma_fits(weight: PackedWeight, out: DeviceArray) -> bool:
     return weight.depth % 64 == 0 and weight.outputs % 8 == 0 and out.shape[-1] % 8 == 0
 
 
-def plans(device: Device, rows: int, weight: PackedWeight, out: DeviceArray) -> dict[str, Plan]:
+def plans(device: Device, rows: int, weight: PackedWeight, out: DeviceArray, mode: int = PLAIN) -> dict[str, Plan]:
     """Every plan that computes a dense product, by the kernel's name."""
-    found = [ring_plan(device, size, -(-rows // size) * weight.units) for size in RING_PRODUCTS]
+    found = [ring_plan(device, size, -(-rows // size) * weight.units, mode=mode) for size in RING_PRODUCTS]
     if wgmma_fits(weight, out):
         found += [wgmma_plan(device, columns, -(-rows // 128), weight.units) for columns in WGMMA_PRODUCTS]
     found += [mma_plan(device, shape, -(-rows // shape[0]), weight.units) for shape in MMA_PRODUCTS]
@@ -112,7 +149,7 @@ _CHOSEN: dict[tuple[object, ...], Plan] = {}
 def chosen(choose: Callable[..., Plan]) -> Callable[..., Plan]:
     """A choice by (device, rows, weight, out, ...) that is made once; more than 256 rows count in steps of 128."""
 
-    def choice(device: Device, rows: int, weight: PackedWeight, out: DeviceArray, *more: bool) -> Plan:
+    def choice(device: Device, rows: int, weight: PackedWeight, out: DeviceArray, *more: int) -> Plan:
         if rows > 256:
             rows = -(-rows // 128) * 128
         key = (choose, device, rows, weight.form, *more)
@@ -125,11 +162,11 @@ def chosen(choose: Callable[..., Plan]) -> Callable[..., Plan]:
 
 
 @chosen
-def best_plan(device: Device, rows: int, weight: PackedWeight, out: DeviceArray) -> Plan:
+def best_plan(device: Device, rows: int, weight: PackedWeight, out: DeviceArray, mode: int = PLAIN) -> Plan:
     """The plan that runs."""
     sizes = [next(size for size in RING_PRODUCTS if size >= rows)] if rows <= 32 else [32, 64]
     ring_size = min(sizes, key=lambda size: ring_time(device, size, rows, weight))
-    plan = ring_plan(device, ring_size, -(-rows // ring_size) * weight.units)
+    plan = ring_plan(device, ring_size, -(-rows // ring_size) * weight.units, mode=mode)
     tiles_m = -(-rows // 128)
     if wgmma_fits(weight, out) and rows > 32:
         wide = best_wgmma(device, tiles_m, weight)
@@ -207,8 +244,111 @@ def bind_linear(
     if residual is not None and (residual.shape != out.shape or weight.gated or out.dtype != "bf16"):
         raise ValueError("a residual has the shape of a bf16 result, and none goes with a SwiGLU")
     mode = SWIGLU if weight.gated else RESIDUAL if residual is not None else LOGITS if out.dtype == "f32" else PLAIN
-    plan = plan or best_plan(device, rows, weight, out)
+    plan = plan or best_plan(device, rows, weight, out, mode)
     return bind_plan(device, plan, x, weight, out, mode, rows, extra=residual, dependent=dependent)
+
+
+def conv_plan(device: Device, rows: int, hidden: int) -> Plan | None:
+    """The kernel that runs a convolution layer's first product and its convolution, where there is one."""
+    size = next((size for size in ring.RING_CONVS if size >= rows), None)
+    if size is None or hidden % 16:
+        return None
+    return ring_plan(device, size, hidden // 16, kind=CONVS)
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """The input of a product of one row: the RMSNorm of residual + the sum of `top_k` rows, which goes to `sums`."""
+
+    summands: DeviceArray
+    residual: DeviceArray
+    top_k: int
+    norm_weight: DeviceArray
+    eps: float
+    sums: DeviceArray
+
+
+def sum_plan(device: Device, weight: PackedWeight) -> Plan | None:
+    """The kernel for a product of a `Summed` row, where there is one."""
+    if weight.depth > ring.SUM_DEPTH or weight.depth % 16:
+        return None
+    return ring_plan(device, 1, weight.units, kind=SUMS)
+
+
+def bind_sum(
+    device: Device, plan: Plan, given: Summed, weight: PackedWeight, out: DeviceArray, dependent: bool = False
+) -> Launch:
+    """r(x wT) of a `Summed` row x."""
+    warps, stages, _, late = plan.tail
+    return device.function(plan.kernel).bind(
+        plan.grid,
+        plan.threads,
+        [
+            weight.depth, weight.data, weight.units, out, out.shape[-1], weight.outputs, warps, stages, late,
+            given.top_k, given.summands, given.residual, given.norm_weight, given.eps, given.sums,
+        ],
+        shared=plan.shared,
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def sum_conv_plan(device: Device, hidden: int) -> Plan | None:
+    """`conv_plan` for a `Summed` row."""
+    if hidden > ring.SUM_DEPTH or hidden % 16:
+        return None
+    return ring_plan(device, 1, hidden // 16, kind=SUM_CONVS)
+
+
+def bind_sum_conv(
+    device: Device,
+    plan: Plan,
+    given: Summed,
+    weight: PackedWeight,
+    out: DeviceArray,
+    filters: DeviceArray,
+    state: DeviceArray,
+    batch: DeviceBatch,
+    dependent: bool = False,
+) -> Launch:
+    """`bind_conv` for a `Summed` row."""
+    warps, stages, _, late = plan.tail
+    return device.function(plan.kernel).bind(
+        plan.grid,
+        plan.threads,
+        [
+            weight.depth, weight.data, weight.units // 3, out, warps, stages, late, batch.row_segment, batch.seg_slot,
+            batch.seg_start, batch.positions, given.top_k, filters, state, given.summands, given.residual,
+            given.norm_weight, given.eps, given.sums,
+        ],
+        shared=plan.shared,
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def bind_conv(
+    device: Device,
+    plan: Plan,
+    x: DeviceArray,
+    weight: PackedWeight,
+    out: DeviceArray,
+    filters: DeviceArray,
+    state: DeviceArray,
+    batch: DeviceBatch,
+    dependent: bool = False,
+) -> Launch:
+    """r(C * r(conv(r(B * x')))) for B, C, x' = x wT: `linear` and `short_conv` of decode rows; state: the layer's ring
+    [slots, RING_ROWS, hidden]. A segment has at most RING_ROWS - 2 rows."""
+    warps, stages, _, late = plan.tail
+    return device.function(plan.kernel).bind(
+        plan.grid,
+        plan.threads,
+        [
+            x, x.shape[-1] * 2, x.shape[0], weight.depth, weight.data, weight.units // 3, out, warps, stages, late,
+            batch.row_segment, batch.seg_slot, batch.seg_start, batch.positions, filters, state,
+        ],
+        shared=plan.shared,
+        dependent=dependent,
+    )  # fmt: skip
 
 
 def linear(

@@ -6,13 +6,18 @@ The routing lies on the device (written by route.py) and nothing is read back: p
 
 from __future__ import annotations
 
-from .decode_products import RING_PRODUCTS
+from dataclasses import dataclass
+
+from .decode_products import RING_EXPERTS, RING_PRODUCTS
+from .decode_route import CHOICE_PAIRS, CHOICE_ROWS
 from .driver import Device, DeviceArray, Launch
 from .gemm_mma import MMA_PRODUCTS
 from .gemm_wgmma import WGMMA_PRODUCTS
-from .linear import Plan, best_wgmma, bind_plan, chosen, mma_plan, ring_plan, wgmma_fits, wgmma_plan
+from .inputs import DeviceBatch
+from .linear import EXPERTS, Plan, best_wgmma, bind_plan, chosen, mma_plan, ring_plan, wgmma_fits, wgmma_plan
 from .pack import PackedWeight
 from .products import MAXIMUM_EXPERTS, SCALED, SWIGLU
+from .route import MOST_EXPERTS
 
 
 def _units(weight: PackedWeight, pairs: int, rows: int) -> int:
@@ -22,7 +27,8 @@ def _units(weight: PackedWeight, pairs: int, rows: int) -> int:
 
 def expert_plans(device: Device, pairs: int, weight: PackedWeight, out: DeviceArray, early: bool) -> dict[str, Plan]:
     """Every plan that computes a grouped product of up to `pairs` pairs, by the kernel's name."""
-    found = [ring_plan(device, rows, _units(weight, pairs, rows), early) for rows in RING_PRODUCTS]
+    mode = SWIGLU if weight.gated else SCALED
+    found = [ring_plan(device, rows, _units(weight, pairs, rows), early, mode=mode) for rows in RING_PRODUCTS]
     if wgmma_fits(weight, out):
         found += [wgmma_plan(device, columns, _tiles(weight, pairs, 128), weight.units) for columns in WGMMA_PRODUCTS]
     found += [mma_plan(device, shape, _tiles(weight, pairs, shape[0]), weight.units) for shape in MMA_PRODUCTS]
@@ -40,7 +46,8 @@ def best_expert_plan(device: Device, pairs: int, weight: PackedWeight, out: Devi
     mean = -(-pairs // weight.experts)
     if mean <= 16:
         rows = next(size for size in RING_PRODUCTS if size >= 2 * mean)
-        plan = ring_plan(device, rows, _units(weight, pairs, rows), early)
+        mode = SWIGLU if weight.gated else SCALED
+        plan = ring_plan(device, rows, _units(weight, pairs, rows), early, mode=mode)
         if plan is not None:
             return plan
     if wgmma_fits(weight, out):
@@ -90,6 +97,61 @@ def bind_experts_down(
     return bind_plan(
         device, plan, act, weight, y, SCALED, act.shape[0], extra=pair_weight, start=start, dependent=dependent
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the experts of a decode round's rows are chosen from: the router's logits [rows, 64] float32, and how."""
+
+    logits: DeviceArray
+    bias: DeviceArray | None
+    top_k: int
+    normalize: bool
+    scaling: float
+    place: DeviceArray
+    """[rows, top_k] int32, written by the first product: the pair of each choice"""
+    batch: DeviceBatch
+
+
+def choice_plans(device: Device, rows: int, up: PackedWeight, down: PackedWeight, top_k: int) -> list[Plan] | None:
+    """The plans of both products where each block chooses and groups the rows' experts itself; None: it can't."""
+    pairs = rows * top_k
+    size = next((size for size in RING_EXPERTS if size >= 2 * -(-pairs // up.experts)), None)
+    if size is None or rows > CHOICE_ROWS or pairs > CHOICE_PAIRS or up.experts > MOST_EXPERTS:
+        return None
+    found = [
+        ring_plan(device, size, _units(weight, pairs, size), early, mode=mode, kind=EXPERTS)
+        for weight, early, mode in ((up, False, SWIGLU), (down, True, SCALED))
+    ]
+    return None if None in found else found  # type: ignore[return-value]
+
+
+def bind_choice(
+    device: Device,
+    plan: Plan,
+    x: DeviceArray,
+    weight: PackedWeight,
+    out: DeviceArray,
+    choice: Choice,
+    *,
+    dependent: bool = False,
+) -> Launch:
+    """As `bind_experts_up` (gated weights, x [rows, hidden]) or `bind_experts_down` (x [pairs, features]) of the chosen
+    experts. dependent: the kernel before the first must have written the logits, the second must follow the first."""
+    mode = SWIGLU if weight.gated else SCALED
+    _check(weight, out, x.shape[-1], weight.gated)
+    batch = choice.batch
+    return device.function(plan.kernel).bind(
+        plan.grid,
+        plan.threads,
+        [
+            x, x.shape[-1] * 2, batch.rows, weight.depth, weight.data, weight.expert_bytes, weight.units,
+            out, out.shape[-1], weight.outputs, mode, weight.experts, *plan.tail, choice.logits, choice.bias,
+            choice.top_k, int(choice.normalize), choice.scaling, choice.place,
+        ],
+        shared=plan.shared,
+        dependent=dependent,
+    )  # fmt: skip
 
 
 def _check(weight: PackedWeight, out: DeviceArray, depth: int, gated: bool) -> None:

@@ -185,6 +185,8 @@ load_f32 = instruction("ld.global.f32 $0, [$1];", "l", "f", memory=True)
 """A float32 [9.7.9.8]."""
 load_fresh = instruction("ld.relaxed.gpu.global.s32 $0, [$1];", "l", "i", memory=True)
 """An int32 as the whole GPU sees it, not from this multiprocessor's cache [9.7.9.8]."""
+load_fresh_f32 = instruction("ld.relaxed.gpu.global.f32 $0, [$1];", "l", "f", memory=True)
+"""A float32 as the whole GPU sees it [9.7.9.8]."""
 store_16 = instruction("st.global.b16 [$0], $1;", "lh", memory=True)
 """2 bytes [9.7.9.11]."""
 store_32 = instruction("st.global.u32 [$0], $1;", "lr", memory=True)
@@ -197,6 +199,15 @@ shared_store_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "rrrrr",
 """16 bytes to shared memory [9.7.9.11]."""
 shared_store = instruction("st.shared.s32 [$0], $1;", "ri", memory=True)
 """An int32 to shared memory [9.7.9.11]."""
+shared_load_32 = instruction("ld.shared.u32 $0, [$1];", "r", "r", memory=True)
+"""4 bytes from shared memory [9.7.9.8]."""
+shared_store_32 = instruction("st.shared.u32 [$0], $1;", "rr", memory=True)
+"""4 bytes to shared memory [9.7.9.11]."""
+
+shared_store_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "rrrrr", memory=True)
+"""16 bytes to shared memory [9.7.9.11]."""
+shared_or = instruction("red.shared.or.b32 [$0], $1;", "rr", memory=True)
+"""Sets bits of a word in shared memory, whoever else does [9.7.13.7]."""
 
 # Arithmetic and lanes
 
@@ -210,6 +221,12 @@ shuffle_up = instruction("shfl.sync.up.b32 $0, $1, $2, 0, 0xffffffff;", "ii", "i
 """The value of lane - i; lanes below i keep their own [9.7.9.6]."""
 broadcast = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "ii", "i", memory=True)
 """The value of lane i [9.7.9.6]."""
+broadcast_f32 = instruction("shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "fi", "f", memory=True)
+"""The float32 of lane i [9.7.9.6]."""
+population = instruction("popc.b32 $0, $1;", "r", "i")
+"""How many bits are set [9.7.1.15]."""
+group_sync = instruction("bar.sync $0, $1;", "rr", memory=True)
+"""group_sync(number, threads): a barrier for some warps of a block; number 0 is syncthreads [9.7.13.1]."""
 
 
 @intrinsic

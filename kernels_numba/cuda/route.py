@@ -62,14 +62,9 @@ def lowest_bit(bits):
 
 
 @device
-def choose(scores, choice, at, lane, experts, top_k):
-    """Top-k of line `at` of the shared arrays by a warp, as bits of two words: largest choice, of equal ones the
-    lower id."""
-    low, high = np.uint32(0), np.uint32(0)
-    if lane < experts:
-        low = order(choice[at, lane])
-    if lane + 32 < experts:
-        high = order(choice[at, lane + 32])
+def chosen_bits(low, high, lane, top_k):
+    """Top-k of a warp's choices in `order` form (a lane has experts lane and lane + 32), as bits of two words: the
+    largest, of equal ones the lower id."""
     chosen_low, chosen_high = np.uint32(0), np.uint32(0)
     for _ in range(top_k):
         best = warp_largest(max(low, high))
@@ -88,6 +83,25 @@ def choose(scores, choice, at, lane, experts, top_k):
 
 
 @device
+def choose(choice, at, lane, experts, top_k):
+    """`chosen_bits` of line `at` of a shared array."""
+    low, high = np.uint32(0), np.uint32(0)
+    if lane < experts:
+        low = order(choice[at, lane])
+    if lane + 32 < experts:
+        high = order(choice[at, lane + 32])
+    return chosen_bits(low, high, lane, top_k)
+
+
+@device
+def final_weight(value, total, normalize, scaling):
+    """A chosen expert's weight from its score and the sum of the row's chosen scores."""
+    if normalize:
+        value = rounded(div(value, rounded(add(rounded(total), EPSILON))))
+    return rounded(mul(value, scaling))
+
+
+@device
 def write_choice(scores, at, lane, chosen_low, chosen_high, normalize, scaling, padding, ids, weights, out):
     """The chosen ids, ascending, and their weights to out, out + 1, ...; a lane writes one of them and returns it."""
     total = ZERO
@@ -102,11 +116,9 @@ def write_choice(scores, at, lane, chosen_low, chosen_high, normalize, scaling, 
             if j == lane:
                 mine, number = value, e
             j += 1
-    if normalize:
-        mine = rounded(div(mine, rounded(add(rounded(total), EPSILON))))
     if padding:
         number = NOBODY
-    mine = rounded(mul(mine, scaling))
+    mine = final_weight(mine, total, normalize, scaling)
     if lane < j:
         ids[out + lane] = number
         weights[out + lane] = mine
@@ -114,15 +126,32 @@ def write_choice(scores, at, lane, chosen_low, chosen_high, normalize, scaling, 
 
 
 @device
+def expert_score(logit):
+    return rounded(sigmoid(rounded(logit)))
+
+
+@device
 def score(logit, bias, has_bias, scores, choice, at, e):
-    value = rounded(sigmoid(rounded(logit)))
+    value = expert_score(logit)
     scores[at, e] = value
     choice[at, e] = add(value, bias[e]) if has_bias else value
 
 
 @device
 @unrolled
-def norm_line(h, weight, eps, hidden, row, lane, lines, line, x, writes):
+def weight_line(weight, hidden, lane):
+    """A lane's part of a norm's weights: pieces lane, lane + 32, ..."""
+    words = registers(32, np.uint32(0))
+    for g in static(8):
+        piece = lane + 32 * g
+        if piece < hidden >> 3:
+            words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3] = load4(weight, piece * 4)
+    return words
+
+
+@device
+@unrolled
+def norm_line(h, weights, eps, hidden, row, lane, lines, line, x, writes):
     """RMSNorm of a row by a warp, to shared memory and, if it `writes`, to x; the same order and bits as norm.py's."""
     pieces = hidden >> 3
     first = np.int64(row) * pieces
@@ -139,9 +168,8 @@ def norm_line(h, weight, eps, hidden, row, lane, lines, line, x, writes):
         piece = lane + 32 * g
         if piece < pieces:
             w = registers(4)
-            w = load4(weight, piece * 4)
             for i in static(4):
-                w[i] = norm_pair(words[4 * g + i], w[i], scale)
+                w[i] = norm_pair(words[4 * g + i], weights[4 * g + i], scale)
             store4_shared(lines, line * LINE_WORDS + piece * 4, w)
             if writes:
                 store4(x, (first + piece) * 4, w)
@@ -193,6 +221,7 @@ def tile_logits(gate, lines, parts, tile, first, rows, hidden, experts, warp, li
     "u32* u32* f32 u32* u32* f32* i32 i32* i32* i32 i32 i32 i32 i32 f32 f32* u32* i32* f32* i32* i32* f32* i32*",
     threads=ROUTE_THREADS,
 )
+@unrolled
 def norm_route(
     h, norm_weight, eps, x, gate, bias, has_bias, row_segment, seg_slot, rows, hidden, experts, top_k, normalize,
     scaling, logits, arrived, ids, weights, starts, pair_row, pair_weight, place,
@@ -213,13 +242,14 @@ def norm_route(
     chosen_weights = cuda.shared.array(MOST_PAIRS, np.float32)
     last = cuda.shared.array(1, np.int32)
     let_next_start()
-    wait_for_earlier()
     thread = np.int32(cuda.threadIdx.x)
     lane, warp = np.int32(thread & np.int32(31)), np.int32(thread >> np.int32(5))
     line, column = np.int32(lane >> np.int32(2)), np.int32(lane & np.int32(3))
     first = np.int32(np.int32(cuda.blockIdx.x) * np.int32(ROUTE_ROWS))
     row = np.int32(min(np.int32(first + warp), rows - 1))
-    norm_line(h, norm_weight, eps, hidden, row, lane, lines, warp, x, cuda.blockIdx.y == 0 and first + warp < rows)
+    norm_words = weight_line(norm_weight, hidden, lane)
+    wait_for_earlier()
+    norm_line(h, norm_words, eps, hidden, row, lane, lines, warp, x, cuda.blockIdx.y == 0 and first + warp < rows)
     cuda.syncthreads()
     spread = cuda.gridDim.y > 1
     at, e = thread & 7, thread >> 3
@@ -251,7 +281,7 @@ def norm_route(
             logit = logits[np.int64(first + at) * MOST_EXPERTS + expert]
             score(logit, bias, has_bias, scores, choice, at, expert)
         cuda.syncthreads()
-    chosen_low, chosen_high = choose(scores, choice, row - first, lane, experts, top_k)
+    chosen_low, chosen_high = choose(choice, row - first, lane, experts, top_k)
     padding = seg_slot[row_segment[row]] < 0
     # a warp past the last row repeats that row, and writes the same
     number, weight = write_choice(

@@ -8,7 +8,7 @@ Numba has no unroll hint, and an array that a loop indexes ends up in memory. `u
     def f(sums: 4, x): ...        four parameters
     if i < 2: ...                 decided here where only numbers known here take part
 
-and the names given as keywords become numbers. The result is an ordinary function.
+and the names given as keywords become numbers; parameters among them are dropped. The result is an ordinary function.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ class _Unroll(ast.NodeTransformer):
     def parameters(self, arguments: ast.arguments) -> None:
         out = []
         for argument in arguments.args:
+            if argument.arg in self.known:
+                continue
             if argument.annotation is None:
                 out.append(argument)
             else:

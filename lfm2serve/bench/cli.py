@@ -210,7 +210,7 @@ def server(
     device: DeviceOption = "auto",
     threads: ThreadsOption = None,
     clients: Annotated[int, typer.Option(min=1, help="Streaming clients at once.")] = 64,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 1024,
     vanish: Annotated[int, typer.Option(min=0, help="Clients that begin a reply and are gone.")] = 1000,
     repeats: Annotated[int, typer.Option(min=1, help="Medians are taken of so many.")] = 5,
     as_json: JsonOption = False,

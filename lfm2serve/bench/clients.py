@@ -1,8 +1,8 @@
 """Clients of a server, in a process of their own: `python -m lfm2serve.bench.clients WHAT URL NUMBER TOKENS`.
 
-stream: all at once, each reads its streamed reply to the end. vanish: each begins a reply and breaks the connection
-off. Prints one JSON object. Only the standard library, and no more work a chunk than reading it: what is measured is
-the server.
+URL is an endpoint's, of chats or completions. stream: all at once, each reads its streamed reply to the end. vanish:
+each begins a reply and breaks the connection off. Prints one JSON object. Only the standard library, and no more work a
+chunk than reading it: what is measured is the server.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import json
 import sys
 import time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 AT_ONCE = 100  # connections that vanish are open together
 END = b"data: [DONE]\n\n"
 
 
-def _request(host: str, tokens: int, number: int) -> bytes:
+def _request(url: SplitResult, tokens: int, number: int) -> bytes:
+    text = f"Tell me the story number {number}."
+    asked: Any = {"messages": [{"role": "user", "content": text}]} if "/chat/" in url.path else {"prompt": text}
     body = {
-        "messages": [{"role": "user", "content": f"Tell me the story number {number}."}],
-        "stream": True, "stream_options": {"include_usage": True},
+        **asked, "stream": True, "stream_options": {"include_usage": True},
         "max_tokens": tokens, "ignore_eos": True, "draft": False, "prompt_cache": False, "seed": number,
     }  # fmt: skip
     text = json.dumps(body)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode()
 
 
-async def _stream(host: str, port: int, tokens: int, number: int) -> tuple[int, int]:
+async def _stream(url: SplitResult, tokens: int, number: int) -> tuple[int, int]:
     """Tokens of the reply, and the chunks that they came in."""
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(_request(host, tokens, number))
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    writer.write(_request(url, tokens, number))
     chunks, tail = 0, b""
     while piece := await reader.read(1 << 16):
         chunks += piece.count(b"data: ")
@@ -44,11 +45,11 @@ async def _stream(host: str, port: int, tokens: int, number: int) -> tuple[int, 
     return int(json.loads(last.split(b"\r\n")[0])["usage"]["completion_tokens"]), chunks
 
 
-async def _vanish(host: str, port: int, tokens: int, number: int, free: asyncio.Semaphore) -> None:
+async def _vanish(url: SplitResult, tokens: int, number: int, free: asyncio.Semaphore) -> None:
     """Gone before the answer, or in its midst; politely or by a reset."""
     async with free:
-        reader, writer = await asyncio.open_connection(host, port)
-        writer.write(_request(host, tokens, number))
+        reader, writer = await asyncio.open_connection(url.hostname, url.port)
+        writer.write(_request(url, tokens, number))
         await writer.drain()
         if number % 3:
             await reader.read(200 * (number % 3))
@@ -61,14 +62,12 @@ async def _vanish(host: str, port: int, tokens: int, number: int, free: asyncio.
 async def run(what: str, url: str, number: int, tokens: int) -> dict[str, Any]:
     """WHAT with NUMBER clients against the server at `url`; seconds, and what came."""
     parts = urlsplit(url)
-    assert parts.hostname is not None and parts.port is not None
-    where = (parts.hostname, parts.port, tokens)
     started = time.monotonic()
     if what == "vanish":
         free = asyncio.Semaphore(AT_ONCE)
-        await asyncio.gather(*(_vanish(*where, i, free) for i in range(number)))
+        await asyncio.gather(*(_vanish(parts, tokens, i, free) for i in range(number)))
         return {"seconds": time.monotonic() - started}
-    done = await asyncio.gather(*(_stream(*where, i) for i in range(number)))
+    done = await asyncio.gather(*(_stream(parts, tokens, i) for i in range(number)))
     seconds = time.monotonic() - started
     return {"seconds": seconds, "tokens": sum(t for t, _ in done), "chunks": sum(c for _, c in done)}
 

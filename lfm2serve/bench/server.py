@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lfm2serve.runtime import Runtime, load_runtime
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server.app import create_app
 from lfm2serve.server.options import ServerOptions
-from lfm2serve.server.run import serving
+from lfm2serve.server.run import SERVING, serving
 
 
 def measure(
@@ -27,7 +28,8 @@ def measure(
     try:
         report = ChatReport(model, runtime.backend.__class__.__name__.removesuffix("Backend").upper())
         app = create_app(runtime, options=ServerOptions(max_queue=max(1024, vanish), page=False))
-        with serving(app) as url:
+        with serving(app) as base:
+            url = base + ("/v1/completions" if runtime.template is None else "/v1/chat/completions")
             _throughput(report, runtime, url, clients, tokens, repeats)
             if vanish:
                 _vanishing(report, runtime, url, vanish)
@@ -40,17 +42,20 @@ def _throughput(report: ChatReport, runtime: Runtime, url: str, clients: int, to
     """Turn by turn, so that a machine that slows down slows both."""
     _offline(runtime, clients, 8)
     run_clients("stream", url, clients, 8)
-    offline, served, chunks = [], [], []
+    offline, served, chunks, busy = [], [], [], []
     for _ in range(repeats):
         offline.append(_offline(runtime, clients, tokens))
+        before = _loop_seconds()
         got = run_clients("stream", url, clients, tokens)
+        busy.append((_loop_seconds() - before) / got["tokens"])
         report.expect(got["tokens"] == clients * tokens, f"{got['tokens']} tokens came of {clients * tokens}")
         served.append(got["tokens"] / got["seconds"])
         chunks.append(got["tokens"] / got["chunks"])
     alone, through = statistics.median(offline), statistics.median(served)
     report.add(f"engine alone, {clients} streams", alone, "tok/s")
     report.add(f"through the server, {clients} streaming clients", through, "tok/s", f"{100 * through / alone:.1f} %")
-    report.add("tokens in a chunk", statistics.mean(chunks), "", "more than one where events wait for the server")
+    report.add("tokens in a chunk", statistics.mean(chunks), "", "more than one where the server's loop rests")
+    report.add("the server's own time a token", 1e6 * statistics.median(busy), "us", "CPU time of its thread")
 
 
 def _offline(runtime: Runtime, streams: int, tokens: int) -> float:
@@ -87,6 +92,12 @@ def _vanishing(report: ChatReport, runtime: Runtime, url: str, number: int) -> N
     report.expect(settled, f"the census isn't clean: {runtime.engine.census()}")
     gained = resident_mib() - before
     report.add(f"{number:,} clients that vanish: memory gained", gained, "MiB", f"in {got['seconds']:.1f} s")
+
+
+def _loop_seconds() -> float:
+    """CPU time of the server's thread so far."""
+    [thread] = [thread for thread in threading.enumerate() if thread.name == SERVING]
+    return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) / 1e9
 
 
 def _settle(runtime: Runtime) -> bool:

@@ -100,6 +100,7 @@ class ReplyParts:
         self._may_open_again = reading.thinking  # models may write the <think> that the prompt already has
         self._has_thought = self._has_said = False
         self._count = 0  # of calls
+        self._searched = 0  # how much of a block was looked at for its end
         self._stream: CallStream | None = None
         self._call = self._call_surely if reading.sure else self._call_once_whole
         self._blank = ""  # blanks that are said once something follows
@@ -184,7 +185,7 @@ class ReplyParts:
         end = self._block_end(final)
         if end is None and not final:
             return False
-        body = spelled_out(self._buffer[:end])
+        body, self._searched = spelled_out(self._buffer[:end]), 0
         self._buffer = self._buffer[end + 1 :] if end is not None else ""
         self._step = self._say
         found = parse_calls(body, self._tools or ())
@@ -202,9 +203,12 @@ class ReplyParts:
 
     def _block_end(self, final: bool) -> int | None:
         """Where the block's end token is: the first that isn't inside a string, for want of that the first."""
+        fresh = self._buffer[self._searched :]
+        self._searched = len(self._buffer)
         first = self._buffer.find(END_CALL)
         if first >= 0 and self._buffer.lstrip().startswith(("[", "{")):
-            match = _BLOCK_END.match(self._buffer)
+            may_end = any(char in fresh for char in f"'\"{END_CALL}")
+            match = _BLOCK_END.match(self._buffer) if may_end or final else None
             if match is not None or not final:
                 return None if match is None else match.end() - 1
         return None if first < 0 else first

@@ -28,8 +28,9 @@ _STRING = (
     r'(?>"""(?>\\.|(?!""").)*"""|\'\'\'(?>\\.|(?!\'\'\').)*\'\'\''
     r'|"(?!"")(?>\\.|[^"\\])*"|\'(?!\'\')(?>\\.|[^\'\\])*\')'
 )
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_OUTSIDE = r"(?>{string}|[^'\"{end}])*{end}"
+_ESCAPED_QUOTE = r"\\['\"]"  # begins no string
+_STRINGS = re.compile(rf"{_ESCAPED_QUOTE}|({_STRING})", re.DOTALL)
+_OUTSIDE = r"(?>{escaped}|{string}|[^'\"{end}])*{end}"
 _ESCAPES = re.compile(r"\\(.)|([\x00-\x1f])", re.DOTALL)
 _KNOWN_ESCAPES = frozenset("\n\\'\"abfnrtv01234567xNuU")
 _ARGUMENT = re.compile(r"(?<=[(,])(\s*)([^\s()\[\]{},=:'\"]+)(?=\s*=(?!=))")
@@ -63,7 +64,7 @@ def new_call_id() -> str:
 
 def end_pattern(end: str) -> re.Pattern[str]:
     """Matches from the start of a block up to the first `end` (one character) that is in none of its strings."""
-    return re.compile(_OUTSIDE.format(string=_STRING, end=re.escape(end)), re.DOTALL)
+    return re.compile(_OUTSIDE.format(escaped=_ESCAPED_QUOTE, string=_STRING, end=re.escape(end)), re.DOTALL)
 
 
 class _Refused(Exception):
@@ -158,6 +159,8 @@ def _plain_python(body: str, known: Mapping[str, Any], names: list[str]) -> str:
 
     pieces, at = [], 0
     for match in _STRINGS.finditer(body):
+        if match[1] is None:
+            raise _Refused("a quote outside of a string is escaped")
         pieces += [code(body[at : match.start()]), _string(match[0])]
         at = match.end()
     return "".join([*pieces, code(body[at:])]).strip()

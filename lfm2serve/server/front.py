@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import random
 import re
 import time
-import uuid
 from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -39,7 +39,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        record = Record(given if GIVEN_ID.fullmatch(given) else uuid.uuid4().hex)
+        record = Record(given if GIVEN_ID.fullmatch(given) else f"{random.getrandbits(128):032x}")
         scope["lfm2serve.record"] = record
         token = REQUEST_ID.set(record.request_id)
         started, status, whole = time.monotonic(), CLIENT_CLOSED_REQUEST, False
@@ -55,7 +55,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception:
-            log.exception("a request failed")
+            log.exception("a request failed", extra={"request_id": record.request_id})
             if not whole:  # the server breaks the connection off; where the client has its 500 it need not
                 raise
         finally:

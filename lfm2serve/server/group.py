@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REST = 8.0  # of the loop, for each second that it was busy
-LONGEST_REST_S = 0.03
+REST = 12.0  # of the loop, for each second that it was busy
+LONGEST_REST_S = 0.04
 SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
 
 

@@ -16,6 +16,7 @@ from lfm2serve.errors import Lfm2Error
 from lfm2serve.server.answer import ServerState
 
 KEEP_ALIVE_S = 75  # of idle connections; longer than clients keep theirs, so that they never write to a closed one
+SERVING = "lfm2serve-http"  # the thread of `serving`
 LAST_WORDS_S = 5  # for replies that were cut short to reach their clients
 
 
@@ -106,7 +107,7 @@ def serving(app: Starlette, host: str = "127.0.0.1") -> Iterator[str]:
     )
     listener = listen(host, 0)
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="lfm2serve-http")
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=SERVING)
     thread.start()
     try:
         yield f"http://{host}:{listener.getsockname()[1]}"

@@ -81,6 +81,7 @@ def test_blocks_that_are_calls(body: str, calls: list[tuple[str, Any]]) -> None:
         "[f(x={[1]: 2})]", "[f(x=1, x=2)]", '[f(**{"x": 1}, x=2)]', "[f(**[1])]", "[f(*[1])]",
         "[f('a')]", "[get-weather('a', 'b', 'c')]", "[get-weather('a', city='b')]",
         '[{"name": 1}]', '[{"name": "f", "arguments": [1]}]', '[{"name": "f", "arguments": {"x": NaN}}]', "{}", "[{}]",
+        r'[f(x=\"a\")]', "[f(x=" + '\\"' * 100_000 + ")]", "[f(x=" + "'\"" * 50_000 + ")]", "[f(x='" + '\\"' * 99_999,
         "[" * 5000, "[f(x=" + "[" * 5000 + "]" * 5000 + ")]", "[f(x=" + "-" * 100_000 + "1)]", "[f(x=\x00)]",
     ],
 )  # fmt: skip

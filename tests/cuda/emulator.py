@@ -78,6 +78,7 @@ class Block:
     shared: Memory
     threads: int
     barriers: dict[int, Barrier] = field(default_factory=dict)
+    groups: dict[tuple[int, int], threading.Barrier] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     failed: list[BaseException] = field(default_factory=list)
 
@@ -85,9 +86,16 @@ class Block:
         self.all = threading.Barrier(self.threads)
         self.warps = [Warp(self) for _ in range(self.threads // WARP)]
 
+    def group(self, number: int, threads: int) -> threading.Barrier:
+        """A named barrier of some of the threads."""
+        with self.changed:
+            return self.groups.setdefault((number, threads), threading.Barrier(threads))
+
     def stop(self, error: BaseException) -> None:
         self.failed.append(error)
         self.all.abort()
+        for gate in self.groups.values():
+            gate.abort()
         for warp in self.warps:
             warp.abort()
         with self.changed:
@@ -105,9 +113,9 @@ class Group:
 
     def exchange(self, index: int, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
         self.values[index] = value
-        if self.gate.wait(20) == 0:
+        if self.gate.wait(60) == 0:
             self.results = combine(list(self.values))
-        self.gate.wait(20)
+        self.gate.wait(60)
         return self.results[index]
 
 
@@ -189,7 +197,7 @@ class Emulator:
                 return self._value()
 
         def syncthreads() -> None:
-            here.block.all.wait(20)
+            here.block.all.wait(60)
 
         def syncwarp() -> None:
             here.warp.exchange(here.lane, None, lambda values: values)
@@ -198,6 +206,7 @@ class Emulator:
             threadIdx=Index(lambda: here.thread), blockIdx=Index(lambda: here.index), gridDim=Index(lambda: here.grid),
             blockDim=Index(lambda: here.block.threads), syncthreads=syncthreads, syncwarp=syncwarp,
             shared=SimpleNamespace(array=lambda *_: None),
+            ffs=lambda x: (int(x) & -int(x)).bit_length(),
         )  # fmt: skip
 
     # Intrinsics
@@ -271,7 +280,7 @@ class Emulator:
             block = here.block
             with block.changed:
                 over = block.changed.wait_for(
-                    lambda: block.failed or block.barriers[int(address)].phase % 2 != int(parity), timeout=20
+                    lambda: block.failed or block.barriers[int(address)].phase % 2 != int(parity), timeout=60
                 )
                 if not over or block.failed:
                     raise TimeoutError(f"thread {here.thread} waits for barrier {int(address)}, parity {int(parity)}")
@@ -292,6 +301,16 @@ class Emulator:
         def shared_store(address: Any, value: Any) -> None:
             here.block.shared.view(address, np.int32)[0] = value
 
+        def shared_store_32(address: Any, value: Any) -> None:
+            here.block.shared.view(address, np.uint32)[0] = value
+
+        def shared_store_128(address: Any, *values: Any) -> None:
+            here.block.shared.view(address, np.uint32, 4)[:] = values
+
+        def shared_or(address: Any, value: Any) -> None:
+            with here.block.changed:
+                here.block.shared.view(address, np.uint32)[0] |= value
+
         def nothing(*_: Any) -> None:
             return None
 
@@ -309,6 +328,15 @@ class Emulator:
                 here.lane, x, lambda v: [v[n - int(i)] if n >= int(i) else v[n] for n in range(WARP)]
             ),
             ptx.broadcast: lambda x, i: here.warp.exchange(here.lane, x, lambda v: [v[int(i)]] * WARP),
+            ptx.broadcast_f32: lambda x, i: here.warp.exchange(here.lane, x, lambda v: [v[int(i)]] * WARP),
+            scalar.ballot: lambda x: here.warp.exchange(
+                here.lane, x, lambda v: [u32(sum(1 << n for n in range(WARP) if v[n]))] * WARP
+            ),
+            scalar.warp_largest: lambda x: here.warp.exchange(here.lane, x, lambda v: [max(v)] * WARP),
+            ptx.population: lambda x: np.int32(int(x).bit_count()),
+            ptx.shared_or: shared_or,
+            ptx.shared_store_128: shared_store_128,
+            ptx.group_sync: lambda number, threads: here.block.group(int(number), int(threads)).wait(60),
             ptx.cp_async_16: lambda to, source: copy_in(to, source, 16),
             ptx.cp_async_arrive: lambda barrier: change(barrier, 1, 0),
             ptx.bulk_copy: bulk,
@@ -322,6 +350,9 @@ class Emulator:
             ptx.load_128: load(np.uint32, 4),
             ptx.load_f32: load(np.float32),
             ptx.load_fresh: load(np.int32),
+            ptx.load_fresh_f32: load(np.float32),
+            ptx.shared_load_32: lambda address: here.block.shared.view(address, np.uint32)[0],
+            ptx.shared_store_32: shared_store_32,
             ptx.store_16: store(np.uint16),
             ptx.store_32: store(np.uint32),
             ptx.store_128: store(np.uint32),

@@ -70,19 +70,22 @@ def test_steps_queue_what_the_kernels_take_and_keep_no_memory(network: Network, 
         ([(0, 0, [1] * 40), (1, 0, [2])], [5]),
         ([(0, 40, [1]), (1, 1, [2])], None),
         ([(0, 41, [1] * 9)], [8]),
+        ([(0, 50, [1])], None),
     ):
         recorder.launched.clear()
         network.logits(segments, taps)
         counts = Counter(recorder.launched)
         layers = config.num_hidden_layers
         assert counts["conv_taps"] == (len(config.conv_layers) if taps else 0)
-        assert counts["short_conv"] == len(config.conv_layers)
+        inside = sum(count for name, count in counts.items() if name.startswith(("ring_conv", "ring_sum_conv")))
+        assert counts["short_conv"] + inside == len(config.conv_layers)
         moe = layers - config.num_dense_layers if config.num_experts else 0
-        assert counts["norm_route"] == moe and counts["combine_experts"] == 0
-        assert counts["rms_norm"] + counts["combine_experts_norm"] == layers + (layers - moe) + 1
-        assert counts["combine_experts_norm"] == moe
+        sums = counts["combine_experts_norm"] + counts["ring_sum"] + counts["ring_sum_conv"]
+        assert counts["norm_route"] + counts["route_logits"] == moe and counts["combine_experts"] == 0
+        assert counts["rms_norm"] + sums == layers + (layers - moe) + 1
+        assert sums == moe
         assert be.scratch.free_bytes > be.scratch.nbytes - 4096  # the batch stays until the next
-    h = network.model.forward(network.batch([(0, 50, [1, 2])]), network.states)
+    h = network.model.forward(network.batch([(0, 51, [1, 2])]), network.states)
     del h  # nobody wants the logits
     assert be.scratch.free_bytes > be.scratch.nbytes - 4096
 

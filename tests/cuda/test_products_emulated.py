@@ -7,7 +7,8 @@ import pytest
 
 from kernels_numba.cuda import gemm_wgmma, linear
 from kernels_numba.cuda.compiler import Kernel
-from kernels_numba.cuda.decode_products import RING_PRODUCTS
+from kernels_numba.cuda.decode_products import RING_CONVS, RING_EXPERTS, RING_PRODUCTS
+from kernels_numba.cuda.decode_route import PADDING
 from kernels_numba.cuda.driver import DeviceArray
 from kernels_numba.cuda.gemm_mma import MMA_PRODUCTS
 from kernels_numba.cuda.gemm_wgmma import WGMMA_PRODUCTS
@@ -149,3 +150,158 @@ def test_few_groups_take_whole_blocks_each() -> None:
         part = slice(start[e], start[e + 1])
         assert close(got[part], rounded(x[part] @ w[e].T))
     assert np.all(np.isnan(got[5:]))
+
+
+def launch(emulator: Emulator, plan: linear.Plan, arguments: list[object], processors: int = 2) -> None:
+    kinds = {"u64": np.uint64, "i64": np.int64, "i32": np.int32, "f32": np.float32}
+    typed = [kinds[kind](value) for kind, value in zip(plan.kernel.arguments, arguments, strict=True)]
+    emulator.launch(plan.kernel.function, min(plan.grid, processors), plan.threads, typed)
+
+
+def packed_weight(emulator: Emulator, w: np.ndarray, gated: bool = False) -> PackedWeight:
+    experts, outputs, depth = w.shape
+    data = np.concatenate([pack_on_host(to_bf16(e), gated) for e in w])
+    memory = DeviceArray(emulator.memory.put(data), data.shape, "bf16")
+    return PackedWeight.over(memory, outputs // 2 if gated else outputs, depth, experts, gated)
+
+
+@pytest.mark.parametrize(("rows", "biased"), [(1, False), (11, True), (37, True)])
+def test_experts_choose_for_themselves(rows: int, biased: bool) -> None:
+    random = np.random.default_rng(rows)
+    experts, top_k, depth, features = 40, 3, 64, 32
+    size = 8 if rows < 30 else 16
+    logits = rounded(random.standard_normal((rows, 64)).astype(np.float32))
+    logits[:, 5] = logits[:, 4]  # equal: the lower id comes first
+    bias = (random.random(experts) * 0.2).astype(np.float32)
+    padding = np.arange(rows) % 5 == 4
+    score = rounded(1 / (1 + np.exp(-logits[:, :experts].astype(np.float64))))
+    chosen = np.sort(np.argsort(-(score + bias if biased else score), axis=1, kind="stable")[:, :top_k], axis=1)
+    picked = np.take_along_axis(score, chosen, 1)
+    weights = rounded(picked / rounded(rounded(picked.sum(1, keepdims=True)) + 1e-6))
+    pairs = [(e, r, j) for e in range(experts) for r in range(rows) for j in range(top_k)
+             if chosen[r, j] == e and not padding[r]]  # fmt: skip
+
+    emulator = Emulator()
+    put = emulator.memory.put
+    x = rounded(random.standard_normal((rows, depth)))
+    w = rounded(random.standard_normal((experts, 2 * features, depth)) * depth**-0.5)
+    w2 = rounded(random.standard_normal((experts, depth, features)) * features**-0.5)
+    up, down = packed_weight(emulator, w, gated=True), packed_weight(emulator, w2)
+    act, y = (put(np.full((rows * top_k, n), -1, np.int16)) for n in (features, depth))
+    place = put(np.full((rows, top_k), 99, np.int32))
+    logits[padding] = PADDING
+    choice = [put(logits), put(bias) if biased else 0, top_k, 1, 1.0, place]
+    for weight, source, row, out, columns, mode, early in (
+        (up, put(to_bf16(x)), depth, act, features, SWIGLU, False), (down, act, features, y, depth, SCALED, True),
+    ):  # fmt: skip
+        units = experts * weight.units
+        plan = linear.ring_plan(FewProcessors(), size, units, early, mode=mode, kind=linear.EXPERTS)  # type: ignore
+        assert plan is not None and plan.kernel is RING_EXPERTS[size]
+        launch(emulator, plan, [
+            source, row * 2, rows, row, weight.data.pointer, weight.expert_bytes, weight.units, out, columns, columns,
+            mode, experts, *plan.tail, *choice,
+        ])  # fmt: skip
+    got_act = from_bf16(emulator.memory.get(act, (rows * top_k, features), np.uint16))
+    got = from_bf16(emulator.memory.get(y, (rows * top_k, depth), np.uint16))
+    got_place = emulator.memory.get(place, (rows, top_k), np.int32)
+    expected_place = np.full((rows, top_k), -1)
+    for n, (e, r, j) in enumerate(pairs):
+        expected_place[r, j] = n
+        h = rounded(x[r] @ w[e].T)
+        assert close(got_act[n], rounded(rounded(silu(h[:features])) * h[features:]))
+        assert close(got[n], rounded(weights[r, j] * rounded(got_act[n] @ w2[e].T)))
+    assert np.array_equal(got_place, expected_place)
+    assert np.all(np.isnan(got[len(pairs) :]))
+
+
+@pytest.mark.parametrize("convolves", [False, True])
+def test_one_row_is_summed_and_normed_inside(convolves: bool) -> None:
+    random = np.random.default_rng(5)
+    hidden, top_k, eps = 144, 3, np.float32(1e-5)
+    outputs = 3 * hidden if convolves else 104
+    y, residual = (rounded(random.standard_normal(shape)) for shape in ((top_k, hidden), hidden))
+    norm = rounded(1 + random.standard_normal(hidden) * 0.1)
+    w = rounded(random.standard_normal((outputs, hidden)) * hidden**-0.5)
+    taps, state = rounded(random.standard_normal((3, hidden))), rounded(random.standard_normal((2, 32, hidden)))
+    h = rounded(residual + rounded(y.sum(0)))
+    x = rounded(norm * rounded(h / np.sqrt(np.mean(h**2) + eps)))
+    emulator = Emulator()
+    weight = packed_weight(emulator, w[None])
+    put = emulator.memory.put
+    sums, out = (put(np.full(n, -1, np.int16)) for n in (hidden, hidden if convolves else outputs))
+    given = [*(put(to_bf16(a)) for a in (y, residual, norm)), eps, sums]
+    if convolves:
+        plan = linear.ring_plan(FewProcessors(), 1, hidden // 16, kind=linear.SUM_CONVS)  # type: ignore[arg-type]
+        batch = [put(np.array(a, np.int32)) for a in ([0], [1], [0, 1], [7])]
+        at = put(to_bf16(state))
+        arguments = [*batch, top_k, put(to_bf16(taps)), at, *given]
+    else:
+        plan = linear.ring_plan(FewProcessors(), 1, weight.units, kind=linear.SUMS)  # type: ignore[arg-type]
+        arguments = [top_k, *given]
+    assert plan is not None
+    warps, stages, _, late = plan.tail
+    shape = [weight.units // 3, out] if convolves else [weight.units, out, outputs, outputs]
+    launch(emulator, plan, [hidden, weight.data.pointer, *shape, warps, stages, late, *arguments])
+    assert close(from_bf16(emulator.memory.get(sums, (hidden,), np.uint16)), h)
+    got = from_bf16(emulator.memory.get(out, (hidden if convolves else outputs,), np.uint16))
+    projected = rounded(x @ w.T)
+    if not convolves:
+        assert close(got, projected)
+        return
+    b, c, u = projected.reshape(3, hidden)
+    z = rounded(taps[0] * state[1, 5] + taps[1] * state[1, 6] + taps[2] * rounded(b * u))
+    assert np.all(np.abs(got - rounded(c * z)) <= 2.0**-4)
+    state[1, 7] = rounded(b * u)
+    after = from_bf16(emulator.memory.get(at, state.shape, np.uint16))
+    assert np.all(np.abs(after - state) <= 2.0**-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "lengths"),
+    [(8, (1, 1)), (8, (4, 1, 2)), (16, (1, 9, 1)), (32, (16, 1, 5, 2)), (64, (16, 9, 15, 3))],
+)
+def test_product_and_convolution(size: int, lengths: tuple[int, ...]) -> None:
+    """B, C, x and the convolution of decode rows in one kernel; the last segment is padding."""
+    random = np.random.default_rng(size)
+    depth, hidden, slots = 48, 64, 5
+    rows = sum(lengths)
+    emulator = Emulator()
+    put = emulator.memory.put
+    x = rounded(random.standard_normal((rows, depth)))
+    w = rounded(random.standard_normal((3 * hidden, depth)) * depth**-0.5)
+    taps = rounded(random.standard_normal((3, hidden)))
+    weight = packed_weight(emulator, w[None])
+    state = rounded(random.standard_normal((slots, 32, hidden)))
+    at = {"x": put(to_bf16(x)), "state": put(to_bf16(state)), "out": put(np.full((rows, hidden), -1, np.int16))}
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    segment_slots = np.array([*(3, 0, 4, 2)[: len(lengths) - 1], -1], np.int32)
+    first = np.array([0, 1, 31, 100][: len(lengths)])
+    segment = np.repeat(np.arange(len(lengths)), lengths).astype(np.int32)
+    positions = (first[segment] + np.arange(rows) - starts[segment]).astype(np.int32)
+    plan = linear.ring_plan(FewProcessors(), size, hidden // 16, kind=linear.CONVS)  # type: ignore[arg-type]
+    assert plan is not None and plan.kernel is RING_CONVS[size]
+    launch(emulator, plan, [
+        at["x"], depth * 2, rows, depth, weight.data.pointer, weight.units // 3, at["out"], *plan.tail[:2],
+        plan.tail[3], *(put(a) for a in (segment, segment_slots, starts, positions, to_bf16(taps))), at["state"],
+    ])  # fmt: skip
+    out = from_bf16(emulator.memory.get(at["out"], (rows, hidden), np.uint16))
+    after = from_bf16(emulator.memory.get(at["state"], (slots, 32, hidden), np.uint16))
+    bcx = rounded(x @ w.T)
+    expected_state = state.copy()
+    for s, slot in enumerate(segment_slots):
+        for r in range(starts[s], starts[s + 1]):
+            if slot < 0:
+                assert not out[r].any()
+                continue
+            inputs = []
+            for back in (2, 1, 0):
+                if r - back >= starts[s]:
+                    inputs.append(rounded(bcx[r - back, :hidden] * bcx[r - back, 2 * hidden :]))
+                elif positions[r] < back:
+                    inputs.append(np.zeros(hidden))
+                else:
+                    inputs.append(state[slot, (positions[r] - back) % 32])
+            z = rounded(sum(t * u for t, u in zip(taps, inputs, strict=True)))
+            assert close(out[r], rounded(bcx[r, hidden : 2 * hidden] * z)), (s, r)
+            expected_state[slot, positions[r] % 32] = inputs[2]
+    assert close(after, expected_state)

@@ -17,6 +17,8 @@ from lfm2serve.stream import Stream, StreamEvent, StreamMetrics
 
 from .conftest import TINY, Live, wait_for
 
+CHAT = "/v1/chat/completions"
+
 
 def living() -> dict[str, int]:
     """What a request consists of, and is still in memory."""
@@ -25,15 +27,16 @@ def living() -> dict[str, int]:
     return {kind.__name__: sum(isinstance(thing, kind) for thing in gc.get_objects()) for kind in kinds}
 
 
-def test_streaming_clients_get_every_token(real: Live) -> None:
-    got = run_clients("stream", real.url, 16, 24)
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+def test_streaming_clients_get_every_token(real: Live, path: str) -> None:
+    got = run_clients("stream", real.url + path, 16, 24)
     assert got["tokens"] == 16 * 24 and got["seconds"] > 0
 
 
 def test_clients_that_vanish_leave_nothing(real: Live) -> None:
     before = living()
     for _ in range(2):
-        run_clients("vanish", real.url, 60, 200)
+        run_clients("vanish", real.url + CHAT, 60, 200)
     assert real.settled(), real.engine.census()
     state = real.app.state.server
     wait_for(lambda: state.places.taken == 0 and not state.groups)
@@ -46,7 +49,7 @@ def test_clients_that_vanish_leave_nothing(real: Live) -> None:
 def test_a_stream_that_breaks_off_is_noticed(fake: Live) -> None:
     fake.engine.script = lambda prompt, params, choice: iter([[70], RuntimeError("it broke")])
     with pytest.raises(RuntimeError, match=r"broke off.*it broke"):
-        asyncio.run(clients("stream", fake.url, 1, 8))
+        asyncio.run(clients("stream", fake.url + CHAT, 1, 8))
 
 
 def test_the_bench() -> None:
@@ -54,8 +57,8 @@ def test_the_bench() -> None:
         str(TINY), EngineOptions(device="cpu", kv_pages=8, context=512, max_streams=4), dummy_weights=False,
         clients=4, tokens=8, vanish=8, repeats=1,
     )  # fmt: skip
-    assert report.failures == [] and len(report.figures) == 4
-    assert all(figure.value > 0 for figure in report.figures[:3])
+    assert report.failures == [] and len(report.figures) == 5
+    assert all(figure.value > 0 for figure in report.figures[:4])
 
 
 class Listener:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 import signal
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -20,7 +21,7 @@ from lfm2serve.server.options import ServerOptions
 
 from .conftest import Live, serving, wait_for
 from .fake import Step
-from .test_run import ended, process
+from .test_run import ROOT, ended, process
 
 
 class Elements(HTMLParser):
@@ -110,6 +111,11 @@ def test_it_has_a_colour_for_every_mark(page: httpx.Response) -> None:
     [names] = re.findall(r"const MARKS = (\[.*?\]);", page.text)
     assert json.loads(names) == [str(mark) for mark in Mark]
     assert all(f"--{mark}:" in page.text for mark in Mark)
+
+
+def test_the_package_brings_it_along() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "server/page.html" in project["tool"]["setuptools"]["package-data"]["lfm2serve"]
 
 
 def test_no_page(fake: Live) -> None:

@@ -77,7 +77,7 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) 
             for e in range(lane, len(bias), 32):
                 route.score(logits[row, e], bias, True, scores, choice, 0, e)
             cuda.syncthreads()
-            low, high = route.choose(scores, choice, 0, lane, len(bias), top_k)
+            low, high = route.choose(choice, 0, lane, len(bias), top_k)
             route.write_choice(scores, 0, lane, low, high, True, np.float32(1), False, ids[row], weights[row], 0)
 
     operations.check_routing(run, rng, rows, experts, top_k, 64, Chooser)
