@@ -104,8 +104,9 @@ class Router(RequestRouter):
         asked = pending_request.kwargs.get("conversation") if pending_request is not None else None
         if asked is None or not candidate_replicas:
             return [candidate_replicas]
-        if asked.replica is not None:
-            return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == asked.replica]]
+        if asked.replica is not None:  # the front refuses what comes from another
+            named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == asked.replica]
+            return [named or candidate_replicas]
         if not self._affine:
             home = random.choice(candidate_replicas)
         elif asked.hashes:
@@ -209,6 +210,9 @@ class Front:
         asked = trail(body, replica)
         response = self._answer.remote(request.method, path, request.headers.raw, body, conversation=asked)
         status, headers, name = await anext(response)
+        if replica not in (None, name):
+            response.cancel()
+            return refusal(404, f"{REPLICA}: there is no such replica; {name} is one")
         answer = StreamingResponse(response, status)
         answer.raw_headers = [*headers, (REPLICA.encode(), name.encode())]
         return answer

@@ -13,11 +13,17 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from lfm2serve.llm import LLM
     from lfm2serve.outputs import CompletionOutput, RequestOutput
-    from lfm2serve.sampling import SamplingParams
+    from lfm2serve.sampling import SamplingParams, StructuredOutputsParams
 
-_HOME = {"LLM": "llm", "SamplingParams": "sampling", "RequestOutput": "outputs", "CompletionOutput": "outputs"}
+_HOME = {
+    "LLM": "llm",
+    "SamplingParams": "sampling",
+    "StructuredOutputsParams": "sampling",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+}
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,8 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
 
 
 def test_public_names() -> None:
-    assert {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"} == set(lfm2serve.__all__)
+    names = {"LLM", "SamplingParams", "StructuredOutputsParams", "RequestOutput", "CompletionOutput", "__version__"}
+    assert names == set(lfm2serve.__all__)
     assert set(lfm2serve.__all__) <= set(dir(lfm2serve))
     assert lfm2serve.LLM.__module__ == "lfm2serve.llm"
     with pytest.raises(AttributeError, match="no attribute 'Sampling'"):

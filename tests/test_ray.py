@@ -167,6 +167,7 @@ def test_a_stream_is_what_the_whole_reply_is(cluster: Cluster) -> None:
 
 def test_what_belongs_to_one_replica_is_refused_without_its_name(cluster: Cluster) -> None:
     assert cluster.http.get("/v1/memory").status_code == 400
+    assert cluster.http.get("/v1/memory", headers={"x-replica": "nobody"}).status_code == 404
     assert cluster.http.post("/v1/responses", json={"input": "Hi"}).status_code == 404
     assert cluster.http.get("/v1/models").json()["data"][0]["id"] == "demo"
     wrong = cluster.http.post("/v1/chat/completions", json={"messages": "Hi"})
