@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import itertools
 import json
+import os
 import random
 import signal
 import statistics
@@ -344,7 +345,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--measure", action="store_true", help="compare affine with random routing, and end")
     arguments = parser.parse_args()
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
+    address = os.environ.get("RAY_ADDRESS", "local")  # a cluster of this machine alone, where none is named
+    ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="warning")
     url = f"http://{arguments.host}:{arguments.port}"
     try:
         serve.start(http_options=HTTPOptions(host=arguments.host, port=arguments.port))

@@ -90,7 +90,7 @@ def cluster() -> Iterator[Cluster]:
         port = probe.getsockname()[1]
     command = [sys.executable, str(EXAMPLE), "demo", "--replicas", "2", "--cpus", "0.1", "--port", str(port)]
     found = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": found, "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, "PYTHONPATH": found, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local"}
     with subprocess.Popen(
         [*command, "--engine", json.dumps(ENGINE)], stdout=subprocess.PIPE, text=True, env=environment
     ) as process:

@@ -107,7 +107,8 @@ async def memory_events(request: Request) -> Response:
             yield b"data: %b\n\n" % to_json(view(state))
             await asyncio.sleep(BEAT_S)
 
-    response = StreamingResponse(beats())
+    # a HEAD has no body that could tell us when its client leaves
+    response = Response() if request.method == "HEAD" else StreamingResponse(beats())
     response.raw_headers = list(HEADERS)
     return response
 

@@ -99,7 +99,7 @@ def test_an_idle_loop_hands_each_event_over_at_once() -> None:
 def test_a_busy_loop_joins_events() -> None:
     busy, other = Listener(work_s=0.01), Listener()
     posts = [(busy if n % 2 else other, event(n)) for n in range(40)]
-    deliver([*posts, (busy, event(99, finish_reason="stop", stop_reason=99))], pause=0.001)
+    deliver([*posts, (busy, event(99, finish_reason="stop", stop_reason=99))], pause=0.0)
     for listener, tokens in ((busy, [*range(1, 40, 2), 99]), (other, list(range(0, 40, 2)))):
         assert [token for e in listener.events for token in e.tokens] == tokens
     assert len(busy.events) < 15

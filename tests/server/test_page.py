@@ -156,6 +156,13 @@ def test_the_view_follows_the_streams(fake: Live) -> None:
     watching.close()
 
 
+def test_asking_for_the_events_head_only(fake: Live) -> None:
+    for _ in range(2):  # on one connection
+        answer = fake.http.head("/v1/memory/events")
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    assert fake.http.get("/health").status_code == 200
+
+
 def test_the_view_of_a_real_engine_adds_up(real: Live) -> None:
     before = real.http.get("/v1/memory").json()
     real.client.delete("/prompt_cache", cast_to=object)
