@@ -20,7 +20,7 @@ from functools import partial
 from lfm2serve.counters import CacheStats, EngineCounters, EngineStats
 from lfm2serve.decoding import Decoding
 from lfm2serve.draws import DrawTable
-from lfm2serve.errors import ArenaMemory, ContextLengthExceeded, EngineDead, InvalidRequest, Lfm2Error, RequestTooLarge
+from lfm2serve.errors import ArenaMemory, EngineDead, Lfm2Error
 from lfm2serve.keeping import Keeper
 from lfm2serve.limits import Limits
 from lfm2serve.memory.marks import raw_marks

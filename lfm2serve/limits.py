@@ -45,7 +45,8 @@ class Limits:
         room = self.pool_rows - count
         if room < least:
             raise RequestTooLarge(
-                f"prompt and reply need {count + least + SLACK_ROWS} rows; the pool holds {self.pool_rows + SLACK_ROWS}",
+                f"prompt and reply need {count + least + SLACK_ROWS} rows; "
+                f"the pool holds {self.pool_rows + SLACK_ROWS}",
                 param="max_tokens" if wanted else "prompt",
             )
         if wanted is not None:

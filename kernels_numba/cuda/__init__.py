@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,9 @@ class CudaBackend(DeviceMemory):
     the start.
     """
 
+    _spreads: ClassVar[weakref.ref[CudaBackend] | None] = None
+    """the one backend of the process whose sampling blocks may wait for each other: those of two might not all fit"""
+
     name = "cuda"
     dtype = "bfloat16"
     PAGE = PAGE_ROWS
@@ -78,17 +82,17 @@ class CudaBackend(DeviceMemory):
         """ranges of attention that decode rows may spread over; more are walked through tile by tile, with the same
         bits"""
         wide = self.device.supports(_attention_wgmma.attention_wgmma)
-        self._prompt_attention = (
-            (_attention_wgmma.attention_wgmma, _attention_wgmma.THREADS, _attention_wgmma.SHARED_BYTES,
-             _attention_wgmma.QUERIES)
-            if wide
-            else (_attention.attention_rows, 32 * _attention.WARPS, 4 * _attention.RANGE_BYTES, _attention.QUERIES)
-        )  # fmt: skip
+        self._prompt_attention = _attention_wgmma.WAY if wide else _attention.WAY
+        if CudaBackend._spreads is None or CudaBackend._spreads() is None:
+            CudaBackend._spreads = weakref.ref(self)
+        self._met = self.zeros((2 * self.device.multiprocessors,), "u32")
         self._no_bias = self.zeros((_route.MOST_EXPERTS,), "f32")
         self._arrived = self.zeros((_route.SPREAD_BLOCKS,), "u32")
 
     def close(self) -> None:
         """As the base's; after a fatal error the driver frees nothing, and the memory goes with the process."""
+        if CudaBackend._spreads is not None and CudaBackend._spreads() is self:
+            CudaBackend._spreads = None
         try:
             self._give_up_rounds()
             super().close()
@@ -315,10 +319,10 @@ class CudaBackend(DeviceMemory):
                 parts = -(-batch.longest // batch.each)
                 partial = self.scratch.take((batch.ranges, heads, HEAD), "f32")
                 scale = self.scratch.take((batch.ranges, heads, 2), "f32")
-            kernel, threads, shared = self._prompt_attention[:3]
+            way = self._prompt_attention
             self.launch(
-                kernel, (tiles[0].shape[0], kv_heads, parts), threads, q, *common, *tiles, batch.each, starts, partial,
-                scale, out, shared=shared,
+                way.kernel, (tiles[0].shape[0], kv_heads, parts), way.threads, q, *common, *tiles, batch.each, starts,
+                partial, scale, out, shared=way.shared,
             )  # fmt: skip
             if starts is not None:
                 self._merge(partial, scale, starts, batch, heads, out)
@@ -347,7 +351,7 @@ class CudaBackend(DeviceMemory):
 
     def _plan_tiles(self, batch: DeviceBatch, group: int, kv_heads: int) -> None:
         """How a prompt's attention runs: its tiles, and where they are few behind a long context, in how many parts."""
-        host, queries = batch.host, self._prompt_attention[3]
+        host, queries = batch.host, self._prompt_attention.queries
         assert host is not None
         *batch.tiles, owner = self.send(*attention_tiles(host, queries // group))
         batch.owner = (batch.owner, owner)
@@ -520,10 +524,18 @@ class CudaBackend(DeviceMemory):
         """Queue the sampling kernel. controls: as of `control_arrays`. mask: needed where a row is masked."""
         head = len(CONTROLS)
         adjusted = self.scratch.take(logits.shape, "f32")
+        grid, exchange, arrived = self._sampling(len(logits))
         self.launch(
-            _sample.sample, len(logits), _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
+            _sample.sample, grid, _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
             mask, 0 if mask is None else mask.shape[1], seen, counts, *controls[head:], most, self._drawn, *result,
+            exchange, arrived,
         )  # fmt: skip
+
+    def _sampling(self, rows: int) -> tuple[tuple[int, int], Activations, DeviceArray]:
+        """Blocks for sampling so many rows, and what those of a row tell each other by."""
+        alone = CudaBackend._spreads is not None and CudaBackend._spreads() is self
+        parts = _sample.parts_of(rows, self.device.multiprocessors) if alone else 1
+        return (rows, parts), self.scratch.take((rows * parts, 2, _sample.BINS), "u64"), self._met
 
     def _download(self, block: Activations, count: int, most: int) -> SampleResult:
         words = count * (3 + 2 * most)
@@ -544,18 +556,11 @@ class CudaBackend(DeviceMemory):
         count, most = len(logits), max(0, int(top_n.max(initial=0)))
         target, wanted, owner = self.send(targets, top_n)
         block, result = self.result_arrays(count, most)
+        grid, exchange, arrived = self._sampling(count)
         self.launch(
-            _sample.token_logprobs,
-            count,
-            _sample.THREADS,
-            logits,
-            logits.shape[1],
-            vocab,
-            target,
-            wanted,
-            most,
-            *result[1:],
-        )
+            _sample.token_logprobs, grid, _sample.THREADS, logits, logits.shape[1], vocab, target, wanted, most,
+            *result[1:], exchange, arrived,
+        )  # fmt: skip
         out = self._download(block, count, most)
         del owner
         return out.logprob, out.rank, out.top_ids, out.top_logprobs

@@ -13,11 +13,13 @@ A warp takes 16 query vectors: the heads that share a K/V head, of one or severa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import cuda
 
 from ..batch import PAGE_ROWS
-from .compiler import kernel
+from .compiler import Kernel, kernel
 from .functions import LOG2_E, ONE, ZERO, pack
 from .scalar import (
     SIMULATED,
@@ -66,6 +68,16 @@ MOST_AT_ONCE = 256  # ranges that attention_merge fetches together
 MERGE_BYTES = 4 * (64 + 3)  # of shared memory for each
 TOPS = MOST_AT_ONCE // 32
 NOBODY = -1  # the last visible position of a query that doesn't exist
+
+
+class Way(NamedTuple):
+    """A kernel of prompt rows' attention and how it is launched."""
+
+    kernel: Kernel
+    threads: int
+    shared: int
+    queries: int
+    """query vectors of a tile at most"""
 
 
 @device
@@ -356,6 +368,9 @@ def attention_rows(
         share = inverse(total_8)
         for n in static(8):
             out[target_8 + 4 * n] = pack(mul(sums[4 * n + 2], share), mul(sums[4 * n + 3], share))
+
+
+WAY = Way(attention_rows, 32 * WARPS, 4 * RANGE_BYTES, QUERIES)
 
 
 @kernel("i32* i32* i32* i32 i32*", threads=256)

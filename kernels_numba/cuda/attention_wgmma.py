@@ -16,6 +16,7 @@ from .attention import (
     RANGE,
     RANGE_BYTES,
     ZERO,
+    Way,
     inverse,
     merge_weights,
     merged,
@@ -65,20 +66,24 @@ scores_of, sums_of, no_scores, no_sums = wgmma(128), wgmma_transposed(64), zeros
 
 
 @device
-def fetch(
-    base, ring, number, slot, parity, page, pool, layer, layers, head, kv_heads, end, lane,
-):  # fmt: skip
-    """By one warp: a range's keys and values to a slot of the ring, once all are through with what it held."""
+def fetch(base, ring, number, slot, parity, page, pool, layer, layers, head, kv_heads, end, lane):
+    """By one warp: a range's keys and values to the slot of the ring that lies AHEAD of `slot`, which is used for the
+    time of `parity`, once all are through with what it held."""
+    slot = i32(slot + i32(AHEAD))
+    parity = u32(parity ^ u32(1))
+    if slot >= i32(STAGES):
+        slot = i32(slot - i32(STAGES))
+        parity = u32(parity ^ u32(1))
     keys = u32(base + u32(slot) * u32(24))
     stage = u32(ring + u32(slot) * u32(STAGE_BYTES))
     lines = min(i32(RANGE), i32(end - number * i32(RANGE) + i32(1)))
     nbytes = u32(u32(lines) * u32(128))
     barrier_wait(u32(keys + u32(16)), parity)
-    # values past the last row weigh nothing, which must not meet whatever lies there
-    for piece in range(i32(lines * i32(8) + lane), RANGE * 8, 32):
-        shared_store_128(u32(stage + u32(RANGE_BYTES) + u32(piece) * u32(16)), u32(0), u32(0), u32(0), u32(0))
-    async_fence()
-    cuda.syncwarp()
+    if lines < i32(RANGE):  # values past the last row weigh nothing, which must not meet whatever lies there
+        for piece in range(i32(lines * i32(8) + lane), RANGE * 8, 32):
+            shared_store_128(u32(stage + u32(RANGE_BYTES) + u32(piece) * u32(16)), u32(0), u32(0), u32(0), u32(0))
+        async_fence()
+        cuda.syncwarp()
     if lane == i32(0):
         barrier_expect(keys, nbytes)
         bulk_copy(stage, range_source(pool, page, number, layer, layers, 0, head, kv_heads), nbytes, keys)
@@ -140,14 +145,16 @@ def attention_wgmma(
     async_fence()
     cuda.syncthreads()
     pages = np.int64(slot) * table_width
-    coming, coming_slot, coming_parity = begin, i32(0), u32(1)
     if warp == i32(0):
-        for _ in range(AHEAD):
+        for ahead in range(AHEAD):
+            coming = i32(begin + i32(ahead))
             if coming < ranges:
-                fetch(base, ring, coming, coming_slot, coming_parity, page_table[pages + (coming >> i32(2))], pool,
-                      layer, layers, head, kv_heads, end, lane)  # fmt: skip
-            coming = i32(coming + i32(1))
-            coming_slot = i32(coming_slot + i32(1))
+                fetch(
+                    base, ring, coming, i32(i32(ahead) - i32(AHEAD)), u32(0), page_table[pages + (coming >> i32(2))],
+                    pool, layer, layers, head, kv_heads, end, lane,
+                )  # fmt: skip
+    last_page = i32(i32(ranges - i32(1)) >> i32(2))
+    page = page_table[pages + min(i32(i32(begin + i32(AHEAD)) >> i32(2)), last_page)]  # of the next to be fetched
     slot_at, parity = i32(0), u32(0)
     mine = i32(warp >> i32(2))
     q_tile = u64(DESCRIPTOR | u64(u32(u32(queries + u32(mine) * u32(8192)) >> u32(4))))
@@ -166,15 +173,10 @@ def attention_wgmma(
     sums = registers(32, ZERO)
     top, top_8, total, total_8 = LOWEST, LOWEST, ZERO, ZERO
     for number in range(begin, ranges):
-        if warp == i32(0):
-            if coming < ranges:
-                fetch(base, ring, coming, coming_slot, coming_parity, page_table[pages + (coming >> i32(2))], pool,
-                      layer, layers, head, kv_heads, end, lane)  # fmt: skip
-            coming = i32(coming + i32(1))
-            coming_slot = i32(coming_slot + i32(1))
-            if coming_slot == i32(STAGES):
-                coming_slot = i32(0)
-                coming_parity = u32(coming_parity ^ u32(1))
+        coming = i32(i32(number) + i32(AHEAD))
+        if warp == i32(0) and coming < ranges:
+            fetch(base, ring, coming, slot_at, parity, page, pool, layer, layers, head, kv_heads, end, lane)
+            page = page_table[pages + min(i32(i32(coming + i32(1)) >> i32(2)), last_page)]
         keys = u32(base + u32(slot_at) * u32(24))
         stage = u32(ring + u32(slot_at) * u32(STAGE_BYTES))
         start = i32(i32(number) * i32(RANGE))
@@ -257,3 +259,6 @@ def attention_wgmma(
             target = (np.int64(limit_8 + to_row) * heads + lane_head_8) * 32 + column
             for n in static(8):
                 out[target + 4 * n] = pack(mul(sums[4 * n + 2], share), mul(sums[4 * n + 3], share))
+
+
+WAY = Way(attention_wgmma, THREADS, SHARED_BYTES, QUERIES)

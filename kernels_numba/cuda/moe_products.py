@@ -42,16 +42,17 @@ def _tiles(weight: PackedWeight, pairs: int, rows: int) -> int:
 
 @chosen
 def best_expert_plan(device: Device, pairs: int, weight: PackedWeight, out: DeviceArray, early: bool) -> Plan:
-    """The plan that runs, by the mean of pairs an expert; a group of the ring has room for twice that."""
+    """The plan that runs, by the mean of pairs an expert; a group of the ring has room for twice that, or 32."""
     mean = -(-pairs // weight.experts)
-    if mean <= 16:
-        rows = next(size for size in RING_PRODUCTS if size >= 2 * mean)
+    if mean <= 20:
+        rows = next(size for size in RING_PRODUCTS if size >= min(2 * mean, 32))
         mode = SWIGLU if weight.gated else SCALED
         plan = ring_plan(device, rows, _units(weight, pairs, rows), early, mode=mode)
         if plan is not None:
             return plan
     if wgmma_fits(weight, out):
-        plan = best_wgmma(device, _tiles(weight, pairs, 128), weight)
+        tiles = _tiles(weight, pairs, 128)  # up to half a tile an expert, narrow ones keep more reads on their way
+        plan = best_wgmma(device, tiles, weight) if mean > 64 else wgmma_plan(device, 128, tiles, weight.units)
         if plan is not None:
             return plan
     shape = (16, 64) if mean <= 16 else (64, 64) if mean <= 96 else (128, 128)

@@ -334,9 +334,27 @@ def group_few(ids, weights, pairs, top_k, experts, thread, starts, pair_row, pai
 
 
 GROUP_THREADS = 256
+NOTHING = -2  # past the last pair
+
+
+@device
+@unrolled
+def sixteen(ids, at, last):
+    """ids[at:at + 16] as far as `last`, then NOTHING; `at` is a multiple of 4."""
+    found = registers(16, NOTHING)
+    for j in static(4):
+        if at + 4 * j + 4 <= last:
+            a, b, c, d = load4(ids, np.int64(at + 4 * j))
+            found[4 * j], found[4 * j + 1], found[4 * j + 2] = np.int32(a), np.int32(b), np.int32(c)
+            found[4 * j + 3] = np.int32(d)
+        else:
+            for i in static(4):
+                found[4 * j + i] = ids[at + 4 * j + i] if at + 4 * j + i < last else np.int32(NOTHING)
+    return found
 
 
 @kernel("i32* f32* i32 i32 i32 i32* i32* f32* i32*", threads=GROUP_THREADS)
+@unrolled
 def group_rows(ids, weights, rows, top_k, experts, starts, pair_row, pair_weight, place):
     """Rows by expert: expert e's are pair_row[starts[e]:starts[e + 1]], ascending, with their weights in pair_weight;
     place[row, j] is where row's j-th expert is.
@@ -348,20 +366,20 @@ def group_rows(ids, weights, rows, top_k, experts, starts, pair_row, pair_weight
     wait_for_earlier()
     counts = cuda.shared.array(GROUP_THREADS, np.int32)
     mine = cuda.shared.array(GROUP_THREADS, np.int32)
-    thread, e = cuda.threadIdx.x, cuda.blockIdx.x
-    pairs = rows * top_k
-    share = (pairs + GROUP_THREADS - 1) // GROUP_THREADS
-    first, last = min(thread * share, pairs), min((thread + 1) * share, pairs)
-    lower = 0
-    equal = 0
-    for i in range(first, last):
-        expert = ids[i]
-        if expert >= 0 and expert < e:
-            lower += 1
-        if expert == e:
-            equal += 1
-        if e == 0 and expert < 0:
-            place[i] = NOBODY
+    thread, e = np.int32(cuda.threadIdx.x), np.int32(cuda.blockIdx.x)
+    pairs = np.int32(rows * top_k)
+    share = np.int32(np.int32((pairs + np.int32(4 * GROUP_THREADS - 1)) // np.int32(4 * GROUP_THREADS)) * np.int32(4))
+    first, last = min(np.int32(thread * share), pairs), min(np.int32(np.int32(thread + 1) * share), pairs)
+    lower = np.int32(0)
+    equal = np.int32(0)
+    for at in range(first, last, 16):
+        expert = registers(16)
+        expert = sixteen(ids, np.int32(at), last)
+        for i in static(16):
+            if expert[i] >= 0 and expert[i] < e:
+                lower = np.int32(lower + np.int32(1))
+            if expert[i] == e:
+                equal = np.int32(equal + np.int32(1))
     counts[thread] = lower
     mine[thread] = equal
     cuda.syncthreads()
@@ -376,13 +394,18 @@ def group_rows(ids, weights, rows, top_k, experts, starts, pair_row, pair_weight
         cuda.syncthreads()
         stride *= 2
     start = counts[GROUP_THREADS - 1]
-    at = start + mine[thread] - equal
-    for i in range(first, last):
-        if ids[i] == e:
-            pair_row[at] = i // top_k
-            pair_weight[at] = weights[i]
-            place[i] = at
-            at += 1
+    target = np.int32(start + mine[thread] - equal)
+    for at in range(first, last, 16):
+        expert = registers(16)
+        expert = sixteen(ids, np.int32(at), last)
+        for i in static(16):
+            if expert[i] == e:
+                pair_row[target] = np.int32(np.int32(at) + np.int32(i)) // top_k
+                pair_weight[target] = weights[at + i]
+                place[at + i] = target
+                target = np.int32(target + np.int32(1))
+            elif e == 0 and expert[i] == NOBODY:
+                place[at + i] = NOBODY
     if thread == 0:
         starts[e] = start
         if e == experts - 1:

@@ -1,7 +1,11 @@
-"""Drawing tokens and their log-probabilities, one block a row. Of equal logits the lower id comes first everywhere.
+"""Drawing tokens and their log-probabilities. Of equal logits the lower id comes first everywhere.
 
 A weight exp((z - largest) / temperature) is held as a whole number of 2**-40. Sums of whole numbers don't depend on
 their order, so any thread may add any part of a row, atomically too, and a row's draw has one value.
+
+A row's vocabulary is cut into parts with a block each. Blocks of a row tell each other what they found (the first
+logit, sums, bins) through global memory: each writes, `meet`s the others there, and reads what all have written. All
+parts of all rows must run at once, since a block waits for its row's others: see `parts_of`.
 """
 
 from __future__ import annotations
@@ -14,9 +18,12 @@ from .functions import ONE, ZERO, exp, log
 from .scalar import (
     SIMULATED,
     add,
+    atomic_add,
     bits_of,
     device,
     div,
+    float_of,
+    give_up,
     high_product,
     let_next_start,
     mul,
@@ -37,7 +44,68 @@ MASK = np.uint64(0xFFFFFFFF)
 WHOLE = np.float32(2.0**-40)
 EVERY = np.int32(0x7FFFFFFF)
 LOGIT_BINS = np.uint32(32)  # in place of a shift: bins of equal width in the logit
-CHOSEN, FIRST, LAST, SHIFT, EACH_LOW, EACH_HIGH = range(6)  # places in the shared array `found`
+MOST_PARTS = 16
+PATIENCE = 4_000_000  # looks at whether the others have come
+CHOSEN, FIRST, LAST, SHIFT, MEETINGS = range(5)  # places in the shared array `found`
+
+
+def parts_of(rows: int, multiprocessors: int) -> int:
+    """Blocks a row: all of them together take half of the GPU, so that they run at once beside another such kernel."""
+    return max(1, min(MOST_PARTS, multiprocessors // (2 * rows)))
+
+
+@device
+def desk(link, part, meeting):
+    """Where a part leaves what it tells before a meeting; two in turn, as a block may be one meeting ahead."""
+    _exchange, _arrived, row, _part, parts = link
+    return ((np.int64(row) * parts + part) * 2 + (meeting & 1)) * BINS
+
+
+@device
+def meet(link, found):
+    """Wait until all parts of the row have left what they tell."""
+    _exchange, arrived, row, _part, parts = link
+    cuda.syncthreads()
+    if cuda.threadIdx.x == 0:
+        found[MEETINGS] = np.uint32(found[MEETINGS] + np.uint32(1))
+        if parts > 1:
+            cuda.threadfence()
+            goal = np.uint32(found[MEETINGS] * np.uint32(parts))
+            here = np.uint32(atomic_add(arrived, row, np.uint32(1)) + np.uint32(1))
+            looks = 0
+            while here < goal:
+                here = atomic_add(arrived, row, np.uint32(0))
+                looks += 1
+                if looks > PATIENCE:
+                    give_up()
+            cuda.threadfence()
+    cuda.syncthreads()
+
+
+@device
+def leave(link, rows):
+    """A block's last word: the last of a row's to leave clears its counters, arrived [2, rows]."""
+    _exchange, arrived, row, _part, parts = link
+    cuda.syncthreads()
+    if parts > 1 and cuda.threadIdx.x == 0:
+        gone = atomic_add(arrived, rows + row, np.uint32(1))
+        if gone == np.uint32(parts - 1):
+            arrived[row] = np.uint32(0)
+            arrived[rows + row] = np.uint32(0)
+
+
+@device
+def tell(link, found, place, value):
+    """Leave a value for the next meeting; by one thread."""
+    exchange, _arrived, _row, part, _parts = link
+    exchange[desk(link, part, np.int32(found[MEETINGS])) + place] = value
+
+
+@device
+def told(link, found, part, place):
+    """A part's value of the last meeting."""
+    exchange, _arrived, _row, _part, _parts = link
+    return exchange[desk(link, part, np.int32(found[MEETINGS]) - 1) + place]
 
 
 @device
@@ -61,6 +129,14 @@ def order(z):
     if bits >> np.uint32(31):
         return np.uint32(bits)
     return np.uint32(~np.uint32(bits | np.uint32(0x80000000)))
+
+
+@device
+def logit_of(place):
+    """The logit whose `order` that is."""
+    if place >> np.uint32(31):
+        return float_of(place)
+    return float_of(np.uint32(np.uint32(~place) & np.uint32(0x7FFFFFFF)))
 
 
 @device
@@ -112,19 +188,35 @@ def block_sum(x, sums):
 
 
 @device
+def row_total(link, found, place):
+    """Sum over the parts of what they told."""
+    total = np.uint64(0)
+    for part in range(link[4]):
+        total += told(link, found, part, place)
+    return total
+
+
+@device
 @unrolled
-def first_of(z, start, vocab, last, last_at, values, ids):
-    """Value and id of the first logit that comes after (last, last_at)."""
+def first_of(z, start, begin, end, last, last_at, values, ids, link, found):
+    """Value and id of the row's first logit that comes after (last, last_at); begin, end: the block's own."""
     best, best_at = LOWEST, EVERY
-    for base in range(cuda.threadIdx.x, vocab, 8 * THREADS):
+    for base in range(begin + cuda.threadIdx.x, end, 8 * THREADS):
         v = registers(8)
         for i in static(8):
-            v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+            v[i] = z[start + base + i * THREADS] if base + i * THREADS < end else LOWEST
         for i in static(8):
             at = np.int32(base + i * THREADS)
-            if at < vocab and before(best, best_at, v[i], at) and before(v[i], at, last, last_at):
+            if at < end and before(best, best_at, v[i], at) and before(v[i], at, last, last_at):
                 best, best_at = v[i], at
-    return block_first(best, best_at, values, ids)
+    best, best_at = block_first(best, best_at, values, ids)
+    if cuda.threadIdx.x == 0:
+        tell(link, found, 0, (np.uint64(order(best)) << np.uint64(32)) | np.uint64(best_at))
+    meet(link, found)
+    first = told(link, found, 0, 0)
+    for part in range(1, link[4]):
+        first = min(first, told(link, found, part, 0))
+    return logit_of(np.uint32(first >> np.uint64(32))), np.int32(first & MASK)
 
 
 @device
@@ -135,36 +227,35 @@ def probability(z, largest, temperature):
 
 @device
 @unrolled
-def kept_mass(z, start, vocab, largest, temperature, limit, ties, sums):
-    """Weight of the logits whose order is below `limit`, and of the first `ties` at it."""
-    mass, tied, each = np.uint64(0), np.uint64(0), np.uint64(0)
-    for base in range(cuda.threadIdx.x, vocab, 8 * THREADS):
+def kept_mass(z, start, begin, end, largest, temperature, limit, ties, sums, link, found):
+    """Weight of the row's logits whose order is below `limit`, and of the first `ties` at it."""
+    mass, tied = np.uint64(0), np.uint64(0)
+    for base in range(begin + cuda.threadIdx.x, end, 8 * THREADS):
         v = registers(8)
         for i in static(8):
-            v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+            v[i] = z[start + base + i * THREADS] if base + i * THREADS < end else LOWEST
         for i in static(8):
             place = order(v[i])
-            if base + i * THREADS < vocab and place <= limit:
-                weight = to_weight(probability(v[i], largest, temperature))
+            if base + i * THREADS < end and place <= limit:
                 if place < limit:
-                    mass += weight
+                    mass += to_weight(probability(v[i], largest, temperature))
                 else:
                     tied += np.uint64(1)
-                    each = weight
-    total = block_sum(mass, sums)
-    count = block_sum(tied, sums)
-    if tied > np.uint64(0):
-        sums[0] = each
-    cuda.syncthreads()
+    mass = block_sum(mass, sums)
+    tied = block_sum(tied, sums)
+    if cuda.threadIdx.x == 0:
+        tell(link, found, 0, mass)
+        tell(link, found, 1, tied)
+    meet(link, found)
+    total, count = row_total(link, found, 0), row_total(link, found, 1)
     if count > np.uint64(0):
-        total += sums[0] * min(count, np.uint64(ties))
-    cuda.syncthreads()
+        total += to_weight(probability(logit_of(limit), largest, temperature)) * min(count, np.uint64(ties))
     return total
 
 
 @device
 @unrolled
-def select(z, start, vocab, largest, temperature, counting, limit, need, sums, low, high, found):
+def select(z, start, begin, end, largest, temperature, counting, limit, need, sums, low, high, found, link):
     """The shortest run of logits, in order, that amounts to `need`: (order of its last, how many of that order).
 
     The amount of a logit is 1 where `counting`, else its weight. Only logits up to order `limit` take part. First by
@@ -179,13 +270,13 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
         low[thread], high[thread] = np.uint32(0), np.uint32(0)
         cuda.syncthreads()
         first, last, shift = found[FIRST], found[LAST], found[SHIFT]
-        for base in range(thread, vocab, 8 * THREADS):
+        for base in range(begin + thread, end, 8 * THREADS):
             v = registers(8)
             for i in static(8):
-                v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+                v[i] = z[start + base + i * THREADS] if base + i * THREADS < end else LOWEST
             for i in static(8):
                 place = order(v[i])
-                if base + i * THREADS < vocab and place <= limit and place >= first and place <= last:
+                if base + i * THREADS < end and place <= limit and place >= first and place <= last:
                     chosen = np.uint32(BINS - 1)
                     if shift == LOGIT_BINS:
                         far = mul(sub(largest, v[i]), BINS_A_LOGIT)
@@ -204,7 +295,9 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
                         if more != np.uint32(0):
                             cuda.atomic.add(high, chosen, more)
         cuda.syncthreads()
-        amount = (np.uint64(high[thread]) << np.uint64(32)) | np.uint64(low[thread])
+        tell(link, found, thread, (np.uint64(high[thread]) << np.uint64(32)) | np.uint64(low[thread]))
+        meet(link, found)
+        amount = row_total(link, found, thread)
         block_scan(amount, sums)
         if thread == 0:
             found[CHOSEN] = np.uint32(BINS - 1)
@@ -222,13 +315,13 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
                 found[FIRST], found[LAST] = np.uint32(0xFFFFFFFF), np.uint32(0)
             cuda.syncthreads()
             mine_first, mine_last = np.uint32(0xFFFFFFFF), np.uint32(0)
-            for base in range(thread, vocab, 8 * THREADS):
+            for base in range(begin + thread, end, 8 * THREADS):
                 v = registers(8)
                 for i in static(8):
-                    v[i] = z[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+                    v[i] = z[start + base + i * THREADS] if base + i * THREADS < end else LOWEST
                 for i in static(8):
                     place = order(v[i])
-                    if base + i * THREADS < vocab and place <= limit:
+                    if base + i * THREADS < end and place <= limit:
                         inside = np.uint32(BINS - 1)
                         far = mul(sub(largest, v[i]), BINS_A_LOGIT)
                         if far < np.float32(BINS - 1):
@@ -237,10 +330,19 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
                             mine_first, mine_last = min(mine_first, place), max(mine_last, place)
             cuda.atomic.min(found, FIRST, mine_first)
             cuda.atomic.max(found, LAST, mine_last)
+            cuda.syncthreads()
+            if thread == 0:
+                tell(link, found, 0, np.uint64(found[FIRST]))
+                tell(link, found, 1, np.uint64(found[LAST]))
+            meet(link, found)
+            if thread == 0:
+                for part in range(link[4]):
+                    found[FIRST] = min(found[FIRST], np.uint32(told(link, found, part, 0)))
+                    found[LAST] = max(found[LAST], np.uint32(told(link, found, part, 1)))
         elif thread == 0:
-            begin = np.uint32(first + np.uint32(chosen << shift))
-            found[FIRST] = begin
-            found[LAST] = min(last, np.uint32(begin + np.uint32(np.uint32(np.uint32(1) << shift) - np.uint32(1))))
+            lowest = np.uint32(first + np.uint32(chosen << shift))
+            found[FIRST] = lowest
+            found[LAST] = min(last, np.uint32(lowest + np.uint32(np.uint32(np.uint32(1) << shift) - np.uint32(1))))
         cuda.syncthreads()
         searching = shift != np.uint32(0)
         if thread == 0:
@@ -254,14 +356,7 @@ def select(z, start, vocab, largest, temperature, counting, limit, need, sums, l
     # logits of one order have equal amounts
     each = np.uint64(1)
     if not counting:
-        if thread == 0:
-            sums[0] = np.uint64(1)
-        cuda.syncthreads()
-        for at in range(thread, vocab, THREADS):
-            if order(z[start + at]) == at_limit:
-                sums[0] = to_weight(probability(z[start + at], largest, temperature))
-        cuda.syncthreads()
-        each = max(sums[0], np.uint64(1))
+        each = max(to_weight(probability(logit_of(at_limit), largest, temperature)), np.uint64(1))
     cuda.syncthreads()
     left = need - above
     return at_limit, np.int32(max(np.uint64(1), (left + each - np.uint64(1)) // each))
@@ -278,33 +373,27 @@ def member_weight(value, largest, temperature, min_p, limit):
 
 @device
 @unrolled
-def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random, sums, low, found):
-    """The id at which the kept weights, summed over ascending ids, pass random * 2**-64 of their total."""
+def draw(z, start, begin, end, largest, temperature, min_p, limit, ties, random, sums, low, found, link):
+    """The id at which the row's kept weights, summed over ascending ids, pass random * 2**-64 of their total; EVERY in
+    blocks that don't have it."""
     thread = cuda.threadIdx.x
-    size = (vocab + CHUNKS - 1) // CHUNKS
+    part, parts = link[3], link[4]
+    size = (end - begin + CHUNKS - 1) // CHUNKS
     chunk = thread // CHUNK_THREADS
-    stop = min((chunk + 1) * size, vocab)
-    mass, each, tied = np.uint64(0), np.uint64(0), np.uint32(0)
-    for base in range(chunk * size + thread % CHUNK_THREADS, stop, 8 * CHUNK_THREADS):
+    stop = min(begin + (chunk + 1) * size, end)
+    mass, tied = np.uint64(0), np.uint32(0)
+    for base in range(begin + chunk * size + thread % CHUNK_THREADS, stop, 8 * CHUNK_THREADS):
         v = registers(8)
         for i in static(8):
             v[i] = z[start + base + i * CHUNK_THREADS] if base + i * CHUNK_THREADS < stop else LOWEST
         for i in static(8):
             if base + i * CHUNK_THREADS < stop:
-                weight = member_weight(v[i], largest, temperature, min_p, limit)
                 if order(v[i]) == limit:
                     tied += np.uint32(1)
-                    each = weight
                 else:
-                    mass += weight
+                    mass += member_weight(v[i], largest, temperature, min_p, limit)
     sums[thread], low[thread] = mass, tied
-    if thread == 0:
-        found[EACH_LOW], found[EACH_HIGH] = np.uint32(0), np.uint32(0)
     cuda.syncthreads()
-    if tied > np.uint32(0):  # all that are tied write the same
-        found[EACH_LOW], found[EACH_HIGH] = np.uint32(each & MASK), np.uint32(each >> np.uint64(32))
-    cuda.syncthreads()
-    each = (np.uint64(found[EACH_HIGH]) << np.uint64(32)) | np.uint64(found[EACH_LOW])
     if thread < CHUNKS:
         mass, tied = np.uint64(0), np.uint32(0)
         for i in range(thread * CHUNK_THREADS, (thread + 1) * CHUNK_THREADS):
@@ -314,17 +403,32 @@ def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random
     if thread < CHUNKS:
         sums[thread], low[thread] = mass, tied
     cuda.syncthreads()
-    # every thread finds the chunk
+    if thread == 0:
+        mass, count = np.uint64(0), np.uint64(0)
+        for c in range(CHUNKS):
+            mass += sums[c]
+            count += np.uint64(low[c])
+        tell(link, found, 0, mass)
+        tell(link, found, 1, count)
+    meet(link, found)
+    # every thread finds the part, and whoever has it the chunk
+    each = np.uint64(0)
+    if limit != np.uint32(0xFFFFFFFF):
+        each = member_weight(logit_of(limit), largest, temperature, min_p, limit)
     total, left = np.uint64(0), np.int64(ties)
-    for c in range(CHUNKS):
-        kept = min(np.int64(low[c]), left)
-        total += sums[c] + each * np.uint64(kept)
+    for p in range(parts):
+        kept = min(np.int64(told(link, found, p, 1)), left)
+        total += told(link, found, p, 0) + each * np.uint64(kept)
         left -= kept
     target = high_product(random, total)
     left = np.int64(ties)
-    chosen, chosen_left = 0, left
-    passed = np.uint64(0)
     begun = np.uint64(0)
+    for p in range(part):
+        kept = min(np.int64(told(link, found, p, 1)), left)
+        begun += told(link, found, p, 0) + each * np.uint64(kept)
+        left -= kept
+    chosen, chosen_left = -1, left
+    passed = begun
     for c in range(CHUNKS):
         kept = min(np.int64(low[c]), left)
         amount = sums[c] + each * np.uint64(kept)
@@ -333,10 +437,12 @@ def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random
         passed += amount
         left -= kept
     cuda.syncthreads()
+    if chosen < 0:
+        return EVERY
     # consecutive ids of the chunk a thread
     share = (size + THREADS - 1) // THREADS
-    stop = min((chosen + 1) * size, vocab)
-    first = min(chosen * size + thread * share, stop)
+    stop = min(begin + (chosen + 1) * size, end)
+    first = min(begin + chosen * size + thread * share, stop)
     last = min(first + share, stop)
     mine = np.uint64(0)
     for at in range(first, last):
@@ -355,18 +461,16 @@ def draw(z, start, vocab, largest, best, temperature, min_p, limit, ties, random
             still -= 1
     block_scan(mass, sums)
     passed = begun + sums[thread] - mass
-    if thread == 0:
-        found[CHOSEN] = np.uint32(best)
     cuda.syncthreads()
     if passed <= target and target < passed + mass:
-        token = best
+        token = EVERY
         for at in range(first, last):
             value = z[start + at]
             at_limit = order(value) == limit
             if not at_limit or left > 0:
                 weight = member_weight(value, largest, temperature, min_p, limit)
                 if passed <= target and target < passed + weight:
-                    token = at
+                    token = np.int32(at)
                 passed += weight
             if at_limit:
                 left -= 1
@@ -389,31 +493,31 @@ def penalized(value, repetition, presence, frequency, count):
 
 @device
 def adjust(
-    logits, z, start, vocab, bias_first, bias_last, bias_id, bias_value, ban_first, ban_last, ban_id, mask_row, mask,
-    words, penalised,
-    repetition, presence, frequency, prompt_seen, output_count, table, ahead_first, ahead_last, ahead_id,
+    logits, z, start, begin, end, bias_first, bias_last, bias_id, bias_value, ban_first, ban_last, ban_id, mask_row,
+    mask, words, penalised, repetition, presence, frequency, prompt_seen, output_count, table, ahead_first, ahead_last,
+    ahead_id,
 ):  # fmt: skip
-    """z = the row's logits with biases, bans, its mask and penalties."""
+    """z = the row's logits begin ... end - 1 with biases, bans, its mask and penalties."""
     thread = cuda.threadIdx.x
-    for at in range(thread, vocab, THREADS):
+    for at in range(begin + thread, end, THREADS):
         z[start + at] = logits[start + at]
     cuda.syncthreads()
     for i in range(bias_first + thread, bias_last, THREADS):
-        if bias_id[i] >= 0 and bias_id[i] < vocab:
+        if bias_id[i] >= begin and bias_id[i] < end:
             z[start + bias_id[i]] = add(z[start + bias_id[i]], bias_value[i])
     cuda.syncthreads()
     for i in range(ban_first + thread, ban_last, THREADS):
-        if ban_id[i] >= 0 and ban_id[i] < vocab:
+        if ban_id[i] >= begin and ban_id[i] < end:
             z[start + ban_id[i]] = LOWEST
     cuda.syncthreads()
     if mask_row >= 0:
         allowed = np.int64(mask_row) * words
-        for at in range(thread, vocab, THREADS):
+        for at in range(begin + thread, end, THREADS):
             if (mask[allowed + (at >> 5)] >> np.uint32(at & 31)) & np.uint32(1) == np.uint32(0):
                 z[start + at] = LOWEST
         cuda.syncthreads()
     if penalised:
-        for at in range(thread, vocab, THREADS):
+        for at in range(begin + thread, end, THREADS):
             count = output_count[table + at]
             for i in range(ahead_first, ahead_last):
                 if ahead_id[i] == at:
@@ -426,32 +530,39 @@ def adjust(
 @device
 @unrolled
 def log_probabilities(
-    logits, start, vocab, token, top_n, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums
-):
+    logits, start, begin, end, vocab, token, top_n, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums,
+    link, found,
+):  # fmt: skip
     """Log-probability and rank of `token`, and the `top_n` best ids with theirs, normalised over [0, vocab)."""
     thread = cuda.threadIdx.x
-    largest, _ = first_of(logits, start, vocab, np.float32(np.inf), np.int32(-1), values, ids)
+    writes = thread == 0 and link[3] == 0
+    largest, _ = first_of(logits, start, begin, end, np.float32(np.inf), np.int32(-1), values, ids, link, found)
     own = logits[start + token]
     total, ahead = np.uint64(0), np.uint64(0)
-    for base in range(thread, vocab, 8 * THREADS):
+    for base in range(begin + thread, end, 8 * THREADS):
         v = registers(8)
         for i in static(8):
-            v[i] = logits[start + base + i * THREADS] if base + i * THREADS < vocab else LOWEST
+            v[i] = logits[start + base + i * THREADS] if base + i * THREADS < end else LOWEST
         for i in static(8):
             at = base + i * THREADS
-            if at < vocab:
+            if at < end:
                 total += to_weight(exp(sub(v[i], largest)))
                 if before(own, token, v[i], at):
                     ahead += np.uint64(1)
-    norm = log(mul(np.float32(block_sum(total, sums)), WHOLE))
-    place = block_sum(ahead, sums)
+    total = block_sum(total, sums)
+    ahead = block_sum(ahead, sums)
     if thread == 0:
+        tell(link, found, 0, total)
+        tell(link, found, 1, ahead)
+    meet(link, found)
+    norm = log(mul(np.float32(row_total(link, found, 0)), WHOLE))
+    if writes:
         logprob[row] = sub(sub(own, largest), norm)
-        rank[row] = np.int32(place) + 1
+        rank[row] = np.int32(row_total(link, found, 1)) + 1
     value, at = np.float32(np.inf), np.int32(-1)
     for i in range(min(top_n, vocab)):
-        value, at = first_of(logits, start, vocab, value, at, values, ids)
-        if thread == 0:
+        value, at = first_of(logits, start, begin, end, value, at, values, ids, link, found)
+        if writes:
             top_ids[row * most + i] = at
             top_logprobs[row * most + i] = sub(sub(value, largest), norm)
 
@@ -468,21 +579,29 @@ def nothing_asked(row, most, first, logprob, rank, top_ids, top_logprobs):
         rank[row] = 0
 
 
+@device
+def cut(vocab):
+    """First of the block's own ids, and the one past its last."""
+    share = ((vocab + cuda.gridDim.y - 1) // cuda.gridDim.y + 31) // 32 * 32
+    begin = min(np.int32(cuda.blockIdx.y * share), vocab)
+    return begin, min(np.int32(begin + share), vocab)
+
+
 @kernel(
     "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* i32* u32* i32 u8* i32* i32* i32* f32* "
-    "i32* i32* i32* i32* i32* i32 i32* i32* f32* i32* i32* f32*",
+    "i32* i32* i32* i32* i32* i32 i32* i32* f32* i32* i32* f32* u64* u32*",
     threads=THREADS,
 )
 def sample(
     logits, width, vocab, adjusted, temperature, top_k, top_p, min_p, repetition, presence, frequency, seed, choice,
-    position, slot, mask_row, mask, words, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start, ban_id,
-    ahead_start, ahead_id, top_n, most, drawn, token, logprob, rank, top_ids, top_logprobs,
+    position, slot, mask_row, mask, words, prompt_seen, output_count, bias_start, bias_id, bias_value, ban_start,
+    ban_id, ahead_start, ahead_id, top_n, most, drawn, token, logprob, rank, top_ids, top_logprobs, exchange, arrived,
 ):  # fmt: skip
-    """One token a row of logits [rows, width]; the controls are batch.SampleRows. Grid [rows].
+    """One token a row of logits [rows, width]; the controls are batch.SampleRows. Grid [rows, parts].
 
     drawn [slots]: each slot's token, for rows of the next round that don't know theirs. A row whose slot is -1 is
-    padding and gets token 0. mask [rows, words]. most: width of top_ids and top_logprobs. adjusted: scratch [rows,
-    width].
+    padding and gets token 0. mask [rows, words]. most: width of top_ids and top_logprobs. Scratch: adjusted [rows,
+    width], exchange [rows, parts, 2, BINS]; arrived [2, rows] is 0 before and after.
     """
     values = cuda.shared.array(THREADS, np.float32)
     ids = cuda.shared.array(THREADS, np.int32)
@@ -492,12 +611,19 @@ def sample(
     found = cuda.shared.array(8, np.uint32)
     let_next_start()
     wait_for_earlier()
-    row, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    row, thread = np.int32(cuda.blockIdx.x), cuda.threadIdx.x
+    part, parts = np.int32(cuda.blockIdx.y), np.int32(cuda.gridDim.y)
     if slot[row] < 0:
-        if thread == 0:
-            token[row] = 0
-        nothing_asked(row, most, -1, logprob, rank, top_ids, top_logprobs)
+        if part == 0:
+            if thread == 0:
+                token[row] = 0
+            nothing_asked(row, most, -1, logprob, rank, top_ids, top_logprobs)
         return
+    if thread == 0:
+        found[MEETINGS] = np.uint32(0)
+    cuda.syncthreads()
+    link = (exchange, arrived, row, part, parts)
+    begin, end = cut(vocab)
     start = np.int64(row) * width
     table = np.int64(slot[row]) * width
     penalised = repetition[row] != ONE or presence[row] != ZERO or frequency[row] != ZERO
@@ -505,49 +631,76 @@ def sample(
     changed = bias_start[row + 1] > bias_start[row] or ban_start[row + 1] > ban_start[row] or mask_row[row] >= 0
     if penalised or changed:
         adjust(
-            logits, adjusted, start, vocab, bias_start[row], bias_start[row + 1], bias_id, bias_value, ban_start[row],
-            ban_start[row + 1], ban_id, mask_row[row], mask, words, penalised, repetition[row], presence[row],
-            frequency[row], prompt_seen, output_count, table, ahead_start[row], ahead_start[row + 1], ahead_id,
+            logits, adjusted, start, begin, end, bias_start[row], bias_start[row + 1], bias_id, bias_value,
+            ban_start[row], ban_start[row + 1], ban_id, mask_row[row], mask, words, penalised, repetition[row],
+            presence[row], frequency[row], prompt_seen, output_count, table, ahead_start[row], ahead_start[row + 1],
+            ahead_id,
         )  # fmt: skip
         z = adjusted
-    largest, chosen = first_of(z, start, vocab, np.float32(np.inf), np.int32(-1), values, ids)
-    chosen = min(chosen, np.int32(vocab - 1))
+    largest, best = first_of(z, start, begin, end, np.float32(np.inf), np.int32(-1), values, ids, link, found)
+    chosen = min(best, np.int32(vocab - 1))
+    asked = top_n[row]
+    if part == 0 and thread == 0:
+        token[row] = chosen
+        drawn[slot[row]] = chosen
     if temperature[row] > ZERO and largest > LOWEST and largest < np.float32(np.inf):
         warmth = temperature[row]
         limit, ties = np.uint32(0xFFFFFFFF), EVERY
         if top_k[row] > 0 and top_k[row] < vocab:
             limit, ties = select(
-                z, start, vocab, largest, warmth, True, limit, np.uint64(top_k[row]), sums, low, high, found
+                z, start, begin, end, largest, warmth, True, limit, np.uint64(top_k[row]), sums, low, high, found, link
             )
         if top_p[row] < ONE:
-            mass = kept_mass(z, start, vocab, largest, warmth, limit, ties, sums)
+            mass = kept_mass(z, start, begin, end, largest, warmth, limit, ties, sums, link, found)
             share = np.uint64(mul(top_p[row], np.float32(4294967296.0))) << np.uint64(32)
             need = max(high_product(mass, share), np.uint64(1))
-            limit, ties = select(z, start, vocab, largest, warmth, False, limit, need, sums, low, high, found)
+            limit, ties = select(
+                z, start, begin, end, largest, warmth, False, limit, need, sums, low, high, found, link
+            )
         random = random_bits(seed[row], choice[row], position[row]) >> np.uint64(11) << np.uint64(11)
-        chosen = draw(z, start, vocab, largest, chosen, warmth, min_p[row], limit, ties, random, sums, low, found)
-    if thread == 0:
-        token[row] = chosen
-        drawn[slot[row]] = chosen
-    asked = top_n[row]
-    nothing_asked(row, most, asked, logprob, rank, top_ids, top_logprobs)
+        mine = draw(z, start, begin, end, largest, warmth, min_p[row], limit, ties, random, sums, low, found, link)
+        if mine != EVERY and thread == 0:
+            token[row] = mine
+            drawn[slot[row]] = mine
+        if asked >= 0:  # then all need it
+            if thread == 0:
+                tell(link, found, 0, np.uint64(mine))
+            meet(link, found)
+            for other in range(parts):
+                theirs = np.int32(told(link, found, other, 0))
+                if theirs != EVERY:
+                    chosen = theirs
+    if part == 0:
+        nothing_asked(row, most, asked, logprob, rank, top_ids, top_logprobs)
     if asked >= 0:
         log_probabilities(
-            logits, start, vocab, chosen, asked, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums
-        )
+            logits, start, begin, end, vocab, chosen, asked, most, row, logprob, rank, top_ids, top_logprobs, values,
+            ids, sums, link, found,
+        )  # fmt: skip
+    leave(link, cuda.gridDim.x)
 
 
-@kernel("f32* i32 i32 i32* i32* i32 f32* i32* i32* f32*", threads=THREADS)
-def token_logprobs(logits, width, vocab, targets, top_n, most, logprob, rank, top_ids, top_logprobs):
-    """Log-probability and rank of a given token of each row, and the best `top_n`. Grid [rows]."""
+@kernel("f32* i32 i32 i32* i32* i32 f32* i32* i32* f32* u64* u32*", threads=THREADS)
+def token_logprobs(logits, width, vocab, targets, top_n, most, logprob, rank, top_ids, top_logprobs, exchange, arrived):
+    """Log-probability and rank of a given token of each row, and the best `top_n`. Grid [rows, parts]; scratch as of
+    `sample`."""
     values = cuda.shared.array(THREADS, np.float32)
     ids = cuda.shared.array(THREADS, np.int32)
     sums = cuda.shared.array(THREADS, np.uint64)
+    found = cuda.shared.array(8, np.uint32)
     let_next_start()
     wait_for_earlier()
-    row = cuda.blockIdx.x
-    nothing_asked(row, most, max(top_n[row], 0), logprob, rank, top_ids, top_logprobs)
+    row = np.int32(cuda.blockIdx.x)
+    part, parts = np.int32(cuda.blockIdx.y), np.int32(cuda.gridDim.y)
+    if cuda.threadIdx.x == 0:
+        found[MEETINGS] = np.uint32(0)
+    cuda.syncthreads()
+    link = (exchange, arrived, row, part, parts)
+    begin, end = cut(vocab)
+    if part == 0:
+        nothing_asked(row, most, max(top_n[row], 0), logprob, rank, top_ids, top_logprobs)
     log_probabilities(
-        logits, np.int64(row) * width, vocab, targets[row], top_n[row], most, row, logprob, rank, top_ids,
-        top_logprobs, values, ids, sums,
+        logits, np.int64(row) * width, begin, end, vocab, targets[row], top_n[row], most, row, logprob, rank, top_ids,
+        top_logprobs, values, ids, sums, link, found,
     )  # fmt: skip
+    leave(link, cuda.gridDim.x)

@@ -142,6 +142,9 @@ def _simulated() -> dict[str, Any]:
         for i, value in enumerate(values):
             array[int(index) + i] = value
 
+    def give_up() -> None:
+        raise RuntimeError("a kernel gave up")
+
     @cuda.jit(device=True)
     def mma(a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
         every = cuda.shared.array((1024, 6), np.uint32)
@@ -217,6 +220,7 @@ def _simulated() -> dict[str, Any]:
         "high_product": lambda a, b: np.uint64(int(a) * int(b) >> 64),
         "to_weight": lambda x: np.uint64(int(np.float64(x) * 2.0**40)),
         "pack": lambda low, high: u32(int(bf16_bits(low)) | int(bf16_bits(high)) << 16),
+        "give_up": give_up,
         "let_next_start": lambda: None,
         "wait_for_earlier": lambda: None,
         "warp_largest": warp_largest,
@@ -259,6 +263,7 @@ ballot = instruction(
 # Programmatic dependent launch [9.7.13.12-13]: the next kernel may begin; wait for the end of the one before. A
 # kernel that
 # may be launched that way waits before it touches what others write or read.
+give_up = instruction("trap;", "", memory=True)  # ends the kernel with an error [9.7.20.6]
 let_next_start = instruction("griddepcontrol.launch_dependents;", "", memory=True)
 wait_for_earlier = instruction("griddepcontrol.wait;", "", memory=True)
 # 16 bytes at array[index:index + 4] (uint32, 16-byte aligned) in global memory, and in a shared array [9.7.9.8,

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REST = 12.0  # of the loop, for each second that it was busy
-LONGEST_REST_S = 0.04
+REST = 20.0  # of the loop, for each second that it was busy
+LONGEST_REST_S = 0.05
 SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
 
 

@@ -4,7 +4,7 @@ NumPy arrays and leaves its results in them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -315,19 +315,8 @@ class Streams:
         return out.reshape(-1)
 
 
-class Tiles:
-    """A kernel of prompt rows, and how it is launched."""
-
-    def __init__(self, module: Any) -> None:
-        wide = module is attention_wgmma
-        self.kernel = module.attention_wgmma if wide else module.attention_rows
-        self.threads = module.THREADS if wide else 32 * module.WARPS
-        self.shared = module.SHARED_BYTES if wide else 4 * module.RANGE_BYTES
-        self.queries = module.QUERIES
-
-
 def attention_by_rows(
-    run: Run, streams: Streams, q: Array, batch: Batch, group: int, tile: int, how: Tiles, each: int = 0
+    run: Run, streams: Streams, q: Array, batch: Batch, group: int, tile: int, way: attention.Way, each: int = 0
 ) -> NDArray[np.uint32]:
     """A prompt's kernel with tiles of `tile` rows; each: in parts of so many ranges, merged afterwards."""
     bounds = [(int(a), int(b)) for a, b in zip(batch.seg_start, batch.seg_start[1:], strict=False)]
@@ -338,11 +327,11 @@ def attention_by_rows(
     parts = -(-int(batch.positions.max() // 128 + 1) // each) if each else 1
     out = poisoned(q.size)
     run(
-        how.kernel, (len(tiles), streams.kv_heads, parts), how.threads, pairs(q), streams.pool,
+        way.kernel, (len(tiles), streams.kv_heads, parts), way.threads, pairs(q), streams.pool,
         i32(streams.layer), i32(streams.layers), i32(streams.kv_heads), i32(group), batch.positions, batch.row_segment,
         batch.seg_slot, streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]),
         np.array([t[0] for t in tiles], i32), np.array([t[1] for t in tiles], i32), i32(each), start, partial, scale,
-        out, shared=how.shared,
+        out, shared=way.shared,
     )  # fmt: skip
     return merged(run, partial, scale, start, rows, heads, out, 32) if each else out
 
@@ -391,27 +380,27 @@ def check_attention(
     batch = with_padding(reference.make_batch(segments, 3, streams.pages), 1)
     rows, heads = len(batch.tokens), group * kv_heads
     q = normal(rng, rows, heads * 64, scale=2)
-    plain, wide = Tiles(attention), Tiles(attention_wgmma)
-    most = plain.queries // group
-    out = attention_by_rows(run, streams, q, batch, group, most, plain)
+    ways = [attention.WAY, *([attention_wgmma.WAY] if hopper else [])]
+    most = attention.QUERIES // group
+    out = attention_by_rows(run, streams, q, batch, group, most, attention.WAY)
     shown = values_of(out, rows, heads * 64)[:-1]
     for row in range(rows - 1):
         slot, p = int(batch.seg_slot[batch.row_segment[row]]), int(batch.positions[row])
         close(shown[row], streams.expected(q[row].reshape(heads, 64), slot, p, group), steps=2)
     words = out.reshape(rows, -1)[:-1]
-    for how in (plain, wide) if hopper else (plain,):
-        most = how.queries // group
+    for way in ways:
+        most = way.queries // group
         for tile, each in ((1, 0), (5, 0), (most - 1, 0), (most, 0), (7, 1), (most, 3)):
-            other = attention_by_rows(run, streams, q, batch, group, tile, how, each).reshape(rows, -1)
-            assert np.array_equal(other[:-1], words), f"{how.kernel.name}, tiles of {tile} rows, parts of {each}"
+            other = attention_by_rows(run, streams, q, batch, group, tile, way, each).reshape(rows, -1)
+            assert np.array_equal(other[:-1], words), f"{way.kernel.name}, tiles of {tile} rows, parts of {each}"
     for blocks, at_once in ((3, 32), (200, 64), (7, 256)):
         other = attention_by_ranges(run, streams, q, batch, group, blocks, at_once).reshape(rows, -1)
         assert np.array_equal(other[:-1], words), f"ranges on {blocks} blocks, {at_once} at once"
         assert not other[-1].any()
     streams.pages = rng.permutation(streams.pages.reshape(-1)).reshape(streams.pages.shape)
     streams.fill()
-    for how in (plain, wide) if hopper else (plain,):
-        other = attention_by_rows(run, streams, q, batch, group, how.queries // group, how)
+    for way in ways:
+        other = attention_by_rows(run, streams, q, batch, group, way.queries // group, way)
         assert np.array_equal(other.reshape(rows, -1)[:-1], words), "pages"
 
 
@@ -475,20 +464,30 @@ CONTROLS = (
 LISTS = ("bias_start", "bias_id", "bias_value", "ban_start", "ban_id", "ahead_start", "ahead_id", "top_n")
 
 
-def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: int, scale: float, ties: bool) -> None:
+def check_sample(
+    run: Run, rng: np.random.Generator, n: int, width: int, vocab: int, scale: float, ties: bool, parts: Sequence[int]
+) -> None:
+    """Draws against the twin's, and the same whatever the number of blocks a row."""
     logits = rng.standard_normal((n, width)) * scale
     logits = round_bf16(np.round(logits * 2) / 2 if ties else logits).astype(np.float32)
     logits[:, vocab:] = 1e9
     rows, most = random_controls(rng, n, width, vocab), 3
-    drawn, token, rank = np.full(n + 1, -7, i32), np.full(n, -7, i32), np.full(n, -7, i32)
-    logprob, top_ids, top = np.zeros(n, np.float32), np.full(n * most, -7, i32), np.zeros(n * most, np.float32)
     counts = rows.output_count.copy().reshape(-1)
-    run(
-        sample.sample, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab),
-        np.full(n * width, np.nan, np.float32), *(getattr(rows, name) for name in CONTROLS),
-        rows.mask.reshape(-1), i32(rows.mask.shape[1]), rows.prompt_seen.reshape(-1), counts,
-        *(getattr(rows, name) for name in LISTS), i32(most), drawn, token, logprob, rank, top_ids, top,
-    )  # fmt: skip
+    results = []
+    for each in parts:
+        drawn, token, rank = np.full(n + 1, -7, i32), np.full(n, -7, i32), np.full(n, -7, i32)
+        logprob, top_ids, top = np.zeros(n, np.float32), np.full(n * most, -7, i32), np.zeros(n * most, np.float32)
+        exchange, arrived = np.full(n * each * 2 * sample.BINS, 7, np.uint64), np.zeros(2 * n, np.uint32)
+        run(
+            sample.sample, (n, each), sample.THREADS, logits.reshape(-1), i32(width), i32(vocab),
+            np.full(n * width, np.nan, np.float32), *(getattr(rows, name) for name in CONTROLS),
+            rows.mask.reshape(-1), i32(rows.mask.shape[1]), rows.prompt_seen.reshape(-1), counts,
+            *(getattr(rows, name) for name in LISTS), i32(most), drawn, token, logprob, rank, top_ids, top, exchange,
+            arrived,
+        )  # fmt: skip
+        assert not arrived.any()
+        results.append([x.tobytes() for x in (drawn, token, logprob, rank, top_ids, top)])
+        assert results[0] == results[-1], f"{each} parts"
     for row in range(n):
         allowed = possible_draws(logits, rows, row)
         assert token[row] in allowed
@@ -503,12 +502,14 @@ def check_sample(run: Run, rng: np.random.Generator, n: int, width: int, vocab: 
             assert np.allclose(top.reshape(n, most)[row, :wanted], best, atol=2e-5)
         assert (top_ids.reshape(n, most)[row, max(wanted, 0) :] == -1).all()
     assert np.array_equal(counts, rows.output_count.reshape(-1)), "only the host counts"
-    again = np.full(n, -7, i32)
+    again, each = np.full(n, -7, i32), parts[-1]
     targets, top_n = token.copy(), np.full(n, 2, i32)
+    exchange, arrived = np.full(n * each * 2 * sample.BINS, 7, np.uint64), np.zeros(2 * n, np.uint32)
     run(
-        sample.token_logprobs, n, sample.THREADS, logits.reshape(-1), i32(width), i32(vocab), targets, top_n,
-        i32(most), logprob, again, top_ids, top,
+        sample.token_logprobs, (n, each), sample.THREADS, logits.reshape(-1), i32(width), i32(vocab), targets, top_n,
+        i32(most), logprob, again, top_ids, top, exchange, arrived,
     )  # fmt: skip
+    assert not arrived.any()
     for row in range(n):
         value, place, ids, _ = reference.log_probabilities(logits[row], vocab, int(token[row]), 2)
         assert (

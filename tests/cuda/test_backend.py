@@ -203,3 +203,16 @@ def test_closing_after_the_device_was_lost_says_so_and_goes_on(
     monkeypatch.setattr(network.backend.stream, "synchronize", lost)
     network.backend.close()
     assert "MISALIGNED" in caplog.text
+
+
+def test_the_blocks_of_one_backend_only_wait_for_each_other(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module.CudaBackend, "_spreads", None)
+    first = backend_module.CudaBackend(scratch_bytes=4 << 20)
+    second = backend_module.CudaBackend(scratch_bytes=4 << 20)
+    grids = [[be._sampling(rows)[0] for rows in (1, 8, 64, 300)] for be in (first, second)]
+    assert grids == [[(1, 16), (8, 8), (64, 1), (300, 1)], [(1, 1), (8, 1), (64, 1), (300, 1)]]
+    first.close()
+    third = backend_module.CudaBackend(scratch_bytes=4 << 20)
+    assert third._sampling(2)[0] == (2, 16) and second._sampling(2)[0] == (2, 1)

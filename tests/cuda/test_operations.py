@@ -85,4 +85,6 @@ def test_attention(rng: np.random.Generator, group: int, kv_heads: int, segments
 @pytest.mark.parametrize("vocab", [300, 511, 65000])
 @pytest.mark.parametrize(("scale", "ties"), [(0.5, True), (1.0, False), (6.0, False)])
 def test_sample(rng: np.random.Generator, vocab: int, scale: float, ties: bool) -> None:
-    operations.check_sample(run, rng, 24, 512 if vocab < 512 else 65536, vocab, scale, ties)
+    room = Device.open().multiprocessors  # all blocks must run at once
+    parts = [each for each in (1, 2, 5) if 24 * each <= room]
+    operations.check_sample(run, rng, 24, 512 if vocab < 512 else 65536, vocab, scale, ties, parts)

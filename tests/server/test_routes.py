@@ -7,10 +7,12 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lfm2serve.sampling import SamplingParams
 from lfm2serve.server import create_app
+from lfm2serve.server.metrics import Histogram
 
 from .conftest import Live, serving, wait_for
 from .fake import Step, says
@@ -151,3 +153,23 @@ def test_prompts_are_never_logged(fake: Live, caplog: pytest.LogCaptureFixture) 
     fake.engine.script = lambda prompt, params, choice: iter([RuntimeError("it broke")])
     assert fake.post("/v1/completions", prompt=secret).status_code == 500
     assert "it broke" in caplog.text and secret not in caplog.text
+
+
+def test_histograms_hold_every_token(fake: Live) -> None:
+    """Buckets are cumulative, a value on a bound is in its bucket, and tokens of one event are counted each."""
+    histogram = Histogram("h", "text", (0.1, 1), "m")
+    histogram.observe(0.1)
+    histogram.observe(0.5, 3)
+    histogram.observe(7.0)
+    registry = CollectorRegistry()
+    registry.register(histogram)
+    lines = generate_latest(registry).decode().splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        'h_bucket{le="0.1",model_name="m"} 1.0', 'h_bucket{le="1.0",model_name="m"} 4.0',
+        'h_bucket{le="+Inf",model_name="m"} 5.0', 'h_count{model_name="m"} 5.0', 'h_sum{model_name="m"} 8.6',
+    ]  # fmt: skip
+    name = "vllm:inter_token_latency_seconds_count"
+    before = values(fake).get(name, 0.0)
+    fake.engine.script = lambda prompt, params, choice: iter([[70, 71, 72], [73, 74]])
+    fake.complete(max_tokens=5)
+    assert values(fake)[name] == before + 4

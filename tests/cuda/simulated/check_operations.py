@@ -89,4 +89,4 @@ def test_router(rng: np.random.Generator) -> None:
 
 @pytest.mark.parametrize(("scale", "ties"), [(1.0, True), (4.0, False)])
 def test_sample(rng: np.random.Generator, scale: float, ties: bool) -> None:
-    operations.check_sample(run, rng, 4, 160, 150, scale, ties)
+    operations.check_sample(run, rng, 4, 160, 150, scale, ties, [1])
