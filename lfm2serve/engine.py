@@ -81,6 +81,7 @@ class Engine:
         self._draws = DrawTable(model.backend, slots, model.vocab_rows, vocab)
         self._steps = StepRunner(model, states, self._draws)
         self._keeper = Keeper(PromptCache(states.snapshot_pages, states.shape.state_bytes), states)
+        self._keeps = states.snapshot_pages > 0
         self._drafts = drafts
         self._warm_pass = warm_pass
         self._counters = EngineCounters()
@@ -126,19 +127,18 @@ class Engine:
         token id or an empty prompt. ContextLengthExceeded: longer than the context. RequestTooLarge: needs more pages
         than the pool has. EngineDead: closed, or stopped by a fault.
         """
-        max_tokens = self.check(prompt_token_ids, params)
+        stream = Stream(
+            next(self._ids), prompt_token_ids, params, sink,
+            max_tokens=self.check(prompt_token_ids, params), seed=seed, choice=choice, eos_token_ids=self._eos,
+            marks=raw_marks(len(prompt_token_ids)) if marks is None else marks,
+            keeps=prompt_cache and self._keeps,
+            chat=marks is not None,
+            drafts=draft and self._drafts,
+            constraint=constraint,
+        )  # fmt: skip
         with self._settled:
             if not self.alive:
                 raise EngineDead(self._why_dead())
-            stream = Stream(
-                next(self._ids), prompt_token_ids, params, sink,
-                max_tokens=max_tokens, seed=seed, choice=choice, eos_token_ids=self._eos,
-                marks=raw_marks(len(prompt_token_ids)) if marks is None else marks,
-                keeps=prompt_cache and self._states.snapshot_pages > 0,
-                chat=marks is not None,
-                drafts=draft and self._drafts,
-                constraint=constraint,
-            )  # fmt: skip
             self._open += 1
             self._commands.put(partial(self._arrive, stream))
         return stream.id

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lfm2serve.errors import ContextLengthExceeded, InvalidRequest, RequestTooLarge
 from lfm2serve.memory.pages import SLACK_ROWS
 from lfm2serve.sampling import SamplingParams
+
+AT_ONCE = 4096  # tokens that are looked at in one go
 
 
 @dataclass(slots=True)
@@ -55,7 +58,12 @@ class Limits:
 
     def check_tokens(self, prompt: Sequence[int]) -> None:
         """InvalidRequest: an id outside the vocabulary."""
-        if not prompt or (min(prompt) >= 0 and max(prompt) < self.vocab):
-            return
-        token = next(token for token in prompt if not 0 <= token < self.vocab)
-        raise InvalidRequest(f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt")
+        for start in range(0, len(prompt), AT_ONCE):
+            part = prompt[start : start + AT_ONCE]
+            if min(part) < 0 or max(part) >= self.vocab:
+                token = next(token for token in part if not 0 <= token < self.vocab)
+                raise InvalidRequest(
+                    f"prompt: token id {token} is outside the vocabulary of {self.vocab}", param="prompt"
+                )
+            if start:
+                time.sleep(0)  # a long prompt must not keep the engine's thread from Python

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lfm2serve.drafting import Drafter
 from lfm2serve.errors import Lfm2Error
+from lfm2serve.limits import AT_ONCE
 from lfm2serve.memory.pages import Lease
 from lfm2serve.memory.prompt_cache import KeptState, Mark
 from lfm2serve.sampling import SamplingParams
@@ -97,7 +99,7 @@ class Stream:
     ) -> None:
         self.id = stream_id
         self.tokens = list(prompt)
-        whole = np.array(self.tokens, "<i4")  # made here, since the engine's thread has others waiting
+        whole = _in_parts(self.tokens)  # made here, since the engine's thread has others waiting
         self.prompt_len = len(self.tokens)
         self.params = params
         self.sink = sink
@@ -167,3 +169,13 @@ class Stream:
         """An event of this stream; a last one carries its own copy of the metrics."""
         metrics = replace(self.metrics) if changes.get("finish_reason") else self.metrics
         return StreamEvent(self.id, metrics, **changes)  # type: ignore[arg-type]
+
+
+def _in_parts(tokens: list[int]) -> NDArray[np.int32]:
+    """The tokens as an array; between its parts the engine's thread gets to run."""
+    whole = np.empty(len(tokens), "<i4")
+    for start in range(0, len(tokens), AT_ONCE):
+        whole[start : start + AT_ONCE] = tokens[start : start + AT_ONCE]
+        if start:
+            time.sleep(0)
+    return whole

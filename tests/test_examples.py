@@ -60,10 +60,12 @@ def test_openai_client() -> None:
 
 def test_the_readmes_python_runs(capfd: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    [library] = [block for block in blocks if "LLM(" in block]
+    library, structured = (block for block in blocks if "LLM(" in block)
     exec(compile(library, "README.md", "exec"), {})
     out = capfd.readouterr().out
     assert "Lima" in out and "Tokyo" in out
+    exec(compile(structured, "README.md", "exec"), {})
+    assert capfd.readouterr().out == "Lima\n"
 
 
 def test_notebook() -> None:

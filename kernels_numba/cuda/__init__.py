@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 from ..batch import PAGE_ROWS, RING_ROWS, Batch, SampleResult, SampleRows
 from . import attention as _attention
+from . import attention_ranges as _ranges
 from . import attention_wgmma as _attention_wgmma
 from . import conv as _conv
 from . import copies as _copies
 from . import decode_route as _decode_route
 from . import embed as _embed
+from . import logprobs as _logprobs
 from . import rope as _rope
 from . import route as _route
 from . import sample as _sample
+from . import sample_parts as _parts
 from .compiler import KERNELS
 from .driver import CudaError, DeviceArray, PinnedBuffer
 from .graph import BUCKETS, DecodeRounds, most_round_rows
@@ -159,7 +162,7 @@ class CudaBackend(DeviceMemory):
         start = self.scratch.take((batch.rows + 1,), "i32")
         batch.owner = (batch.owner, start)
         self.launch(
-            _attention.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, batch.rows, start
+            _ranges.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, batch.rows, start
         )
         return start.array
 
@@ -331,7 +334,7 @@ class CudaBackend(DeviceMemory):
         scale = self.scratch.take((batch.ranges, heads, 2), "f32")
         blocks = min(batch.ranges, max(1, 6 * self.device.multiprocessors // kv_heads))
         self.launch(
-            _attention.attention_ranges, (blocks, kv_heads), 32, q, *common, batch.rows, batch.range_start, partial,
+            _ranges.attention_ranges, (blocks, kv_heads), 32, q, *common, batch.rows, batch.range_start, partial,
             scale, shared=2 * _attention.RANGE_BYTES,
         )  # fmt: skip
         self._merge(partial, scale, batch.range_start, batch, heads, out)
@@ -343,10 +346,10 @@ class CudaBackend(DeviceMemory):
     ) -> None:  # fmt: skip
         """Queue the merge of a batch's partial results."""
         few = batch.rows * heads <= 4 * self.device.multiprocessors
-        at_once = min(_attention.MOST_AT_ONCE if few else 96, 32 * -(-batch.ranges // (32 * batch.rows)))
+        at_once = min(_ranges.MOST_AT_ONCE if few else 96, 32 * -(-batch.ranges // (32 * batch.rows)))
         self.launch(
-            _attention.attention_merge, (batch.rows, heads), _attention.MERGE_THREADS, partial, scale, starts, heads,
-            at_once, out, shared=at_once * _attention.MERGE_BYTES,
+            _ranges.attention_merge, (batch.rows, heads), _ranges.MERGE_THREADS, partial, scale, starts, heads,
+            at_once, out, shared=at_once * _ranges.MERGE_BYTES,
         )  # fmt: skip
 
     def _plan_tiles(self, batch: DeviceBatch, group: int, kv_heads: int) -> None:
@@ -526,7 +529,7 @@ class CudaBackend(DeviceMemory):
         adjusted = self.scratch.take(logits.shape, "f32")
         grid, exchange, arrived = self._sampling(len(logits))
         self.launch(
-            _sample.sample, grid, _sample.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
+            _sample.sample, grid, _parts.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
             mask, 0 if mask is None else mask.shape[1], seen, counts, *controls[head:], most, self._drawn, *result,
             exchange, arrived,
         )  # fmt: skip
@@ -534,8 +537,8 @@ class CudaBackend(DeviceMemory):
     def _sampling(self, rows: int) -> tuple[tuple[int, int], Activations, DeviceArray]:
         """Blocks for sampling so many rows, and what those of a row tell each other by."""
         alone = CudaBackend._spreads is not None and CudaBackend._spreads() is self
-        parts = _sample.parts_of(rows, self.device.multiprocessors) if alone else 1
-        return (rows, parts), self.scratch.take((rows * parts, 2, _sample.BINS), "u64"), self._met
+        parts = _parts.parts_of(rows, self.device.multiprocessors) if alone else 1
+        return (rows, parts), self.scratch.take((rows * parts, 2, _parts.BINS), "u64"), self._met
 
     def _download(self, block: Activations, count: int, most: int) -> SampleResult:
         words = count * (3 + 2 * most)
@@ -558,7 +561,7 @@ class CudaBackend(DeviceMemory):
         block, result = self.result_arrays(count, most)
         grid, exchange, arrived = self._sampling(count)
         self.launch(
-            _sample.token_logprobs, grid, _sample.THREADS, logits, logits.shape[1], vocab, target, wanted, most,
+            _logprobs.token_logprobs, grid, _parts.THREADS, logits, logits.shape[1], vocab, target, wanted, most,
             *result[1:], exchange, arrived,
         )  # fmt: skip
         out = self._download(block, count, most)

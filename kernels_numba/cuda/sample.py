@@ -1,11 +1,9 @@
-"""Drawing tokens and their log-probabilities. Of equal logits the lower id comes first everywhere.
+"""Drawing tokens. Of equal logits the lower id comes first everywhere.
 
 A weight exp((z - largest) / temperature) is held as a whole number of 2**-40. Sums of whole numbers don't depend on
 their order, so any thread may add any part of a row, atomically too, and a row's draw has one value.
 
-A row's vocabulary is cut into parts with a block each. Blocks of a row tell each other what they found (the first
-logit, sums, bins) through global memory: each writes, `meet`s the others there, and reads what all have written. All
-parts of all rows must run at once, since a block waits for its row's others: see `parts_of`.
+A row's vocabulary is cut into parts with a block each; see sample_parts.py.
 """
 
 from __future__ import annotations
@@ -14,98 +12,38 @@ import numpy as np
 from numba import cuda
 
 from .compiler import kernel
-from .functions import ONE, ZERO, exp, log
-from .scalar import (
-    SIMULATED,
-    add,
-    atomic_add,
-    bits_of,
-    device,
-    div,
-    float_of,
-    give_up,
-    high_product,
-    let_next_start,
-    mul,
-    sub,
-    to_weight,
-    wait_for_earlier,
+from .functions import ONE, ZERO, exp
+from .logprobs import log_probabilities, nothing_asked
+from .sample_parts import (
+    BINS,
+    CHOSEN,
+    EVERY,
+    FIRST,
+    LAST,
+    LOWEST,
+    MASK,
+    MEETINGS,
+    SHIFT,
+    THREADS,
+    block_scan,
+    block_sum,
+    cut,
+    first_of,
+    leave,
+    logit_of,
+    meet,
+    order,
+    row_total,
+    tell,
+    told,
 )
+from .scalar import add, device, div, high_product, let_next_start, mul, sub, to_weight, wait_for_earlier
 from .unroll import registers, static, unrolled
 
-THREADS = 64 if SIMULATED else 512
-BINS = THREADS
-CHUNKS = 32  # parts of the vocabulary whose weights are summed before one of them is searched
+CHUNKS = 32  # parts of a block's ids whose weights are summed before one of them is searched
 CHUNK_THREADS = THREADS // CHUNKS
-LOWEST = np.float32(-np.inf)
-NAN = np.float32(np.nan)
 BINS_A_LOGIT = np.float32(BINS / 32)
-MASK = np.uint64(0xFFFFFFFF)
-WHOLE = np.float32(2.0**-40)
-EVERY = np.int32(0x7FFFFFFF)
 LOGIT_BINS = np.uint32(32)  # in place of a shift: bins of equal width in the logit
-MOST_PARTS = 16
-PATIENCE = 4_000_000  # looks at whether the others have come
-CHOSEN, FIRST, LAST, SHIFT, MEETINGS = range(5)  # places in the shared array `found`
-
-
-def parts_of(rows: int, multiprocessors: int) -> int:
-    """Blocks a row: all of them together take half of the GPU, so that they run at once beside another such kernel."""
-    return max(1, min(MOST_PARTS, multiprocessors // (2 * rows)))
-
-
-@device
-def desk(link, part, meeting):
-    """Where a part leaves what it tells before a meeting; two in turn, as a block may be one meeting ahead."""
-    _exchange, _arrived, row, _part, parts = link
-    return ((np.int64(row) * parts + part) * 2 + (meeting & 1)) * BINS
-
-
-@device
-def meet(link, found):
-    """Wait until all parts of the row have left what they tell."""
-    _exchange, arrived, row, _part, parts = link
-    cuda.syncthreads()
-    if cuda.threadIdx.x == 0:
-        found[MEETINGS] = np.uint32(found[MEETINGS] + np.uint32(1))
-        if parts > 1:
-            cuda.threadfence()
-            goal = np.uint32(found[MEETINGS] * np.uint32(parts))
-            here = np.uint32(atomic_add(arrived, row, np.uint32(1)) + np.uint32(1))
-            looks = 0
-            while here < goal:
-                here = atomic_add(arrived, row, np.uint32(0))
-                looks += 1
-                if looks > PATIENCE:
-                    give_up()
-            cuda.threadfence()
-    cuda.syncthreads()
-
-
-@device
-def leave(link, rows):
-    """A block's last word: the last of a row's to leave clears its counters, arrived [2, rows]."""
-    _exchange, arrived, row, _part, parts = link
-    cuda.syncthreads()
-    if parts > 1 and cuda.threadIdx.x == 0:
-        gone = atomic_add(arrived, rows + row, np.uint32(1))
-        if gone == np.uint32(parts - 1):
-            arrived[row] = np.uint32(0)
-            arrived[rows + row] = np.uint32(0)
-
-
-@device
-def tell(link, found, place, value):
-    """Leave a value for the next meeting; by one thread."""
-    exchange, _arrived, _row, part, _parts = link
-    exchange[desk(link, part, np.int32(found[MEETINGS])) + place] = value
-
-
-@device
-def told(link, found, part, place):
-    """A part's value of the last meeting."""
-    exchange, _arrived, _row, _part, _parts = link
-    return exchange[desk(link, part, np.int32(found[MEETINGS]) - 1) + place]
 
 
 @device
@@ -120,103 +58,6 @@ def random_bits(seed, choice, position):
         k0 = (k0 + np.uint64(0x9E3779B9)) & MASK
         k1 = (k1 + np.uint64(0xBB67AE85)) & MASK
     return (c0 << np.uint64(32)) | c1
-
-
-@device
-def order(z):
-    """Whole numbers that ascend as logits descend; -0.0 is 0.0."""
-    bits = bits_of(add(z, ZERO))
-    if bits >> np.uint32(31):
-        return np.uint32(bits)
-    return np.uint32(~np.uint32(bits | np.uint32(0x80000000)))
-
-
-@device
-def logit_of(place):
-    """The logit whose `order` that is."""
-    if place >> np.uint32(31):
-        return float_of(place)
-    return float_of(np.uint32(np.uint32(~place) & np.uint32(0x7FFFFFFF)))
-
-
-@device
-def before(value, at, other, other_at):
-    """Whether `other` comes first: larger, or equal with a lower id."""
-    return other > value or (other == value and other_at < at)
-
-
-@device
-def block_first(value, at, values, ids):
-    """The block's first (value, id); the shared arrays are free again afterwards."""
-    thread = cuda.threadIdx.x
-    values[thread], ids[thread] = value, at
-    cuda.syncthreads()
-    stride = THREADS >> 1
-    while stride > 0:
-        if thread < stride and before(values[thread], ids[thread], values[thread + stride], ids[thread + stride]):
-            values[thread], ids[thread] = values[thread + stride], ids[thread + stride]
-        cuda.syncthreads()
-        stride >>= 1
-    value, at = values[0], ids[0]
-    cuda.syncthreads()
-    return value, at
-
-
-@device
-def block_scan(x, sums):
-    """Inclusive sums over threads, left in `sums` (shared uint64)."""
-    thread = cuda.threadIdx.x
-    sums[thread] = x
-    cuda.syncthreads()
-    stride = 1
-    while stride < THREADS:
-        lower = np.uint64(0)
-        if thread >= stride:
-            lower = sums[thread - stride]
-        cuda.syncthreads()
-        sums[thread] += lower
-        cuda.syncthreads()
-        stride *= 2
-
-
-@device
-def block_sum(x, sums):
-    block_scan(x, sums)
-    total = sums[THREADS - 1]
-    cuda.syncthreads()
-    return total
-
-
-@device
-def row_total(link, found, place):
-    """Sum over the parts of what they told."""
-    total = np.uint64(0)
-    for part in range(link[4]):
-        total += told(link, found, part, place)
-    return total
-
-
-@device
-@unrolled
-def first_of(z, start, begin, end, last, last_at, values, ids, link, found):
-    """Value and id of the row's first logit that comes after (last, last_at); begin, end: the block's own."""
-    best, best_at = LOWEST, EVERY
-    for base in range(begin + cuda.threadIdx.x, end, 8 * THREADS):
-        v = registers(8)
-        for i in static(8):
-            v[i] = z[start + base + i * THREADS] if base + i * THREADS < end else LOWEST
-        for i in static(8):
-            at = np.int32(base + i * THREADS)
-            if at < end and before(best, best_at, v[i], at) and before(v[i], at, last, last_at):
-                best, best_at = v[i], at
-    best, best_at = block_first(best, best_at, values, ids)
-    if cuda.threadIdx.x == 0:
-        tell(link, found, 0, (np.uint64(order(best)) << np.uint64(32)) | np.uint64(best_at))
-    meet(link, found)
-    first = told(link, found, 0, 0)
-    for part in range(1, link[4]):
-        first = min(first, told(link, found, part, 0))
-    return logit_of(np.uint32(first >> np.uint64(32))), np.int32(first & MASK)
 
 
 @device
@@ -527,66 +368,6 @@ def adjust(
         cuda.syncthreads()
 
 
-@device
-@unrolled
-def log_probabilities(
-    logits, start, begin, end, vocab, token, top_n, most, row, logprob, rank, top_ids, top_logprobs, values, ids, sums,
-    link, found,
-):  # fmt: skip
-    """Log-probability and rank of `token`, and the `top_n` best ids with theirs, normalised over [0, vocab)."""
-    thread = cuda.threadIdx.x
-    writes = thread == 0 and link[3] == 0
-    largest, _ = first_of(logits, start, begin, end, np.float32(np.inf), np.int32(-1), values, ids, link, found)
-    own = logits[start + token]
-    total, ahead = np.uint64(0), np.uint64(0)
-    for base in range(begin + thread, end, 8 * THREADS):
-        v = registers(8)
-        for i in static(8):
-            v[i] = logits[start + base + i * THREADS] if base + i * THREADS < end else LOWEST
-        for i in static(8):
-            at = base + i * THREADS
-            if at < end:
-                total += to_weight(exp(sub(v[i], largest)))
-                if before(own, token, v[i], at):
-                    ahead += np.uint64(1)
-    total = block_sum(total, sums)
-    ahead = block_sum(ahead, sums)
-    if thread == 0:
-        tell(link, found, 0, total)
-        tell(link, found, 1, ahead)
-    meet(link, found)
-    norm = log(mul(np.float32(row_total(link, found, 0)), WHOLE))
-    if writes:
-        logprob[row] = sub(sub(own, largest), norm)
-        rank[row] = np.int32(row_total(link, found, 1)) + 1
-    value, at = np.float32(np.inf), np.int32(-1)
-    for i in range(min(top_n, vocab)):
-        value, at = first_of(logits, start, begin, end, value, at, values, ids, link, found)
-        if writes:
-            top_ids[row * most + i] = at
-            top_logprobs[row * most + i] = sub(sub(value, largest), norm)
-
-
-@device
-def nothing_asked(row, most, first, logprob, rank, top_ids, top_logprobs):
-    """Mark entries from `first` on as unwanted; the token's own too where `first` is negative."""
-    thread = cuda.threadIdx.x
-    for i in range(max(first, 0) + thread, most, THREADS):
-        top_ids[row * most + i] = -1
-        top_logprobs[row * most + i] = NAN
-    if first < 0 and thread == 0:
-        logprob[row] = NAN
-        rank[row] = 0
-
-
-@device
-def cut(vocab):
-    """First of the block's own ids, and the one past its last."""
-    share = ((vocab + cuda.gridDim.y - 1) // cuda.gridDim.y + 31) // 32 * 32
-    begin = min(np.int32(cuda.blockIdx.y * share), vocab)
-    return begin, min(np.int32(begin + share), vocab)
-
-
 @kernel(
     "f32* i32 i32 f32* f32* i32* f32* f32* f32* f32* f32* u64* u32* u32* i32* i32* u32* i32 u8* i32* i32* i32* f32* "
     "i32* i32* i32* i32* i32* i32 i32* i32* f32* i32* i32* f32* u64* u32*",
@@ -677,30 +458,4 @@ def sample(
             logits, start, begin, end, vocab, chosen, asked, most, row, logprob, rank, top_ids, top_logprobs, values,
             ids, sums, link, found,
         )  # fmt: skip
-    leave(link, cuda.gridDim.x)
-
-
-@kernel("f32* i32 i32 i32* i32* i32 f32* i32* i32* f32* u64* u32*", threads=THREADS)
-def token_logprobs(logits, width, vocab, targets, top_n, most, logprob, rank, top_ids, top_logprobs, exchange, arrived):
-    """Log-probability and rank of a given token of each row, and the best `top_n`. Grid [rows, parts]; scratch as of
-    `sample`."""
-    values = cuda.shared.array(THREADS, np.float32)
-    ids = cuda.shared.array(THREADS, np.int32)
-    sums = cuda.shared.array(THREADS, np.uint64)
-    found = cuda.shared.array(8, np.uint32)
-    let_next_start()
-    wait_for_earlier()
-    row = np.int32(cuda.blockIdx.x)
-    part, parts = np.int32(cuda.blockIdx.y), np.int32(cuda.gridDim.y)
-    if cuda.threadIdx.x == 0:
-        found[MEETINGS] = np.uint32(0)
-    cuda.syncthreads()
-    link = (exchange, arrived, row, part, parts)
-    begin, end = cut(vocab)
-    if part == 0:
-        nothing_asked(row, most, max(top_n[row], 0), logprob, rank, top_ids, top_logprobs)
-    log_probabilities(
-        logits, np.int64(row) * width, begin, end, vocab, targets[row], top_n[row], most, row, logprob, rank, top_ids,
-        top_logprobs, values, ids, sums, link, found,
-    )  # fmt: skip
     leave(link, cuda.gridDim.x)

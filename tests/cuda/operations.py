@@ -11,7 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels_numba.batch import FED_BACK, PAGE_ROWS, Batch, SampleRows
-from kernels_numba.cuda import attention, attention_wgmma, conv, embed, norm, rope, route, sample
+from kernels_numba.cuda import (
+    attention,
+    attention_ranges,
+    attention_wgmma,
+    conv,
+    embed,
+    logprobs,
+    norm,
+    rope,
+    route,
+    sample,
+    sample_parts,
+)
 from tests.kernels import reference
 from tests.kernels.reference import Reference, bf16_bits, round_bf16, widen
 
@@ -340,7 +352,7 @@ def planned(run: Run, batch: Batch) -> tuple[NDArray[np.int32], int]:
     """Where each row's ranges begin, and how many there are."""
     rows = len(batch.tokens)
     start = np.full(rows + 1, -9, i32)
-    run(attention.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, i32(rows), start)
+    run(attention_ranges.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, i32(rows), start)
     live = batch.seg_slot[batch.row_segment] >= 0
     assert start.tolist() == np.cumsum(np.concatenate([[0], (batch.positions // 128 + 1) * live])).tolist()
     return start, int(start[-1])
@@ -350,8 +362,8 @@ def merged(
     run: Run, partial: Array, scale: Array, start: Array, rows: int, heads: int, out: NDArray[np.uint32], at_once: int
 ) -> NDArray[np.uint32]:
     run(
-        attention.attention_merge, (rows, heads), attention.MERGE_THREADS, partial, scale, start, i32(heads),
-        i32(at_once), out, shared=at_once * attention.MERGE_BYTES,
+        attention_ranges.attention_merge, (rows, heads), attention_ranges.MERGE_THREADS, partial, scale, start,
+        i32(heads), i32(at_once), out, shared=at_once * attention_ranges.MERGE_BYTES,
     )  # fmt: skip
     return out
 
@@ -363,7 +375,7 @@ def attention_by_ranges(
     start, ranges = planned(run, batch)
     partial, scale = np.full(ranges * heads * 64, np.nan, np.float32), np.full(ranges * heads * 2, np.nan, np.float32)
     run(
-        attention.attention_ranges, (blocks, streams.kv_heads), 32, pairs(q), streams.pool, i32(streams.layer),
+        attention_ranges.attention_ranges, (blocks, streams.kv_heads), 32, pairs(q), streams.pool, i32(streams.layer),
         i32(streams.layers), i32(streams.kv_heads), i32(group), batch.positions, batch.row_segment, batch.seg_slot,
         streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]), i32(rows), start, partial, scale,
         shared=2 * attention.RANGE_BYTES,
@@ -477,9 +489,9 @@ def check_sample(
     for each in parts:
         drawn, token, rank = np.full(n + 1, -7, i32), np.full(n, -7, i32), np.full(n, -7, i32)
         logprob, top_ids, top = np.zeros(n, np.float32), np.full(n * most, -7, i32), np.zeros(n * most, np.float32)
-        exchange, arrived = np.full(n * each * 2 * sample.BINS, 7, np.uint64), np.zeros(2 * n, np.uint32)
+        exchange, arrived = np.full(n * each * 2 * sample_parts.BINS, 7, np.uint64), np.zeros(2 * n, np.uint32)
         run(
-            sample.sample, (n, each), sample.THREADS, logits.reshape(-1), i32(width), i32(vocab),
+            sample.sample, (n, each), sample_parts.THREADS, logits.reshape(-1), i32(width), i32(vocab),
             np.full(n * width, np.nan, np.float32), *(getattr(rows, name) for name in CONTROLS),
             rows.mask.reshape(-1), i32(rows.mask.shape[1]), rows.prompt_seen.reshape(-1), counts,
             *(getattr(rows, name) for name in LISTS), i32(most), drawn, token, logprob, rank, top_ids, top, exchange,
@@ -504,10 +516,10 @@ def check_sample(
     assert np.array_equal(counts, rows.output_count.reshape(-1)), "only the host counts"
     again, each = np.full(n, -7, i32), parts[-1]
     targets, top_n = token.copy(), np.full(n, 2, i32)
-    exchange, arrived = np.full(n * each * 2 * sample.BINS, 7, np.uint64), np.zeros(2 * n, np.uint32)
+    exchange, arrived = np.full(n * each * 2 * sample_parts.BINS, 7, np.uint64), np.zeros(2 * n, np.uint32)
     run(
-        sample.token_logprobs, (n, each), sample.THREADS, logits.reshape(-1), i32(width), i32(vocab), targets, top_n,
-        i32(most), logprob, again, top_ids, top, exchange, arrived,
+        logprobs.token_logprobs, (n, each), sample_parts.THREADS, logits.reshape(-1), i32(width), i32(vocab), targets,
+        top_n, i32(most), logprob, again, top_ids, top, exchange, arrived,
     )  # fmt: skip
     assert not arrived.any()
     for row in range(n):
