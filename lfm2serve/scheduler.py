@@ -35,7 +35,8 @@ class Pace:
     """How many prompt rows fit between two decode rounds, learned from the steps that ran.
 
     A step's time is a line over its rows, fitted to the last ones: where every expert is read, few rows cost almost as
-    much as many. It is trusted for twice the rows that were ever timed, no further. round_s: what a decode round takes.
+    much as many. It is trusted for twice the rows that were ever timed, no further; and beyond the last step's rows
+    each is taken to cost what it did there. round_s: what a decode round takes.
     """
 
     def __init__(self, max_gap_s: float, largest: int) -> None:
@@ -43,11 +44,14 @@ class Pace:
         self._max_gap_s = max_gap_s
         self._largest = largest
         self._steps = 0
+        self._last_row_s = 0.0  # of the last step
+        self._last_rows = 0
         self._most = 0  # rows of the largest step that was timed
         self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0  # means over the last steps
 
     def prompt_step(self, rows: int, seconds: float) -> None:
         self._steps += 1
+        self._last_rows, self._last_row_s = rows, seconds / rows
         self._most = max(self._most, rows)
         share = max(1.0 / self._steps, 0.2)
         self._rows += share * (rows - self._rows)
@@ -63,7 +67,11 @@ class Pace:
         if not self._seconds:
             return min(4 * MIN_ROWS, self._largest)
         fixed, row_s = self._line()
-        rows = int((MARGIN * self._max_gap_s - self.round_s - fixed) / row_s) // MIN_ROWS * MIN_ROWS
+        spare = MARGIN * self._max_gap_s - self.round_s
+        rows = int((spare - fixed) / row_s)
+        if rows > self._last_rows and self._last_row_s:
+            rows = max(self._last_rows, min(rows, int(spare / self._last_row_s)))
+        rows = rows // MIN_ROWS * MIN_ROWS
         return max(MIN_ROWS, min(rows, 2 * self._most, self._largest))
 
     def _line(self) -> tuple[float, float]:

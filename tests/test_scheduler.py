@@ -81,6 +81,22 @@ def test_the_pace_keeps_the_gap_and_never_stops_a_prompt() -> None:
     assert quick.rows_beside_decoding() == 512
 
 
+@pytest.mark.parametrize("lengths", [[64_000, 120_000], [120_000, 64_000], [3000, 64_000, 500, 120_000]])
+def test_a_prompt_behind_a_longer_one_keeps_the_gap(lengths: list[int]) -> None:
+    """The time of a step as it is on a large GPU: experts that are read once, rows, and the tokens behind each row."""
+    pace = Pace(GAP, 16_384)
+    round_s = 0.0023
+    pace.decode_round(round_s)
+    for length in [512, *lengths]:
+        done = 0
+        while done < length:
+            rows = min(pace.rows_beside_decoding(), length - done)
+            seconds = max(0.0095, 0.004 + 8.6e-6 * rows) + 2.25e-10 * rows * (done + rows / 2)
+            pace.prompt_step(rows, seconds)
+            done += rows
+            assert seconds + round_s < 1.1 * GAP
+
+
 def test_a_stream_that_starts_again_runs_by_itself() -> None:
     sched = scheduler()
     sched.waiting.extend([stream(0, 10), stream(1, 20)])
