@@ -53,12 +53,15 @@ class DrawTable:
             self.tables.record(stream.slot, token)
 
     def rows(self, draws: Sequence[Draw]) -> SampleRows:
-        """The kernel's view of the draws, each at the position that its token will have."""
+        """The kernel's view of the draws, each at the position that its token will have.
+
+        A stream that has ended (its slot is -1) draws nothing that anybody reads.
+        """
         slots = np.array([stream.slot for stream, _ in draws], np.int32)
-        bias = [stream.params.logit_bias or {} for stream, _ in draws]
-        bans = [stream.bans(len(ahead)) for stream, ahead in draws]
+        bias = [stream.params.logit_bias or {} if stream.slot >= 0 else {} for stream, _ in draws]
+        bans = [stream.bans(len(ahead)) if stream.slot >= 0 else [] for stream, ahead in draws]
         prompt_seen, output_count = self.tables.views
-        masks = [None if s.constraint is None else s.constraint.mask(ahead) for s, ahead in draws]
+        masks = [s.constraint.mask(ahead) if s.constraint is not None and s.slot >= 0 else None for s, ahead in draws]
         mask_row, mask = self._masks(masks)
         penalised = [ahead if stream.params.penalised else () for stream, ahead in draws]
         return SampleRows(

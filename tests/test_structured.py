@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels_numba.cpu import CpuBackend
 from lfm2serve import LLM, SamplingParams
 from lfm2serve.chat.call_stream import CallStream
 from lfm2serve.chat.template import ChatTemplate
@@ -27,6 +29,7 @@ from lfm2serve.stream import StreamEvent
 from lfm2serve.structured import Constraint, Grammars, Thinking
 
 from .chat.conftest import TINY, save, thinking_core
+from .law.harness import QueuedRounds
 
 ROOT = Path(__file__).parent.parent
 TS, TE = "<|tool_call_start|>", "<|tool_call_end|>"
@@ -388,9 +391,15 @@ def test_what_cannot_be_compiled_is_a_bad_request(kind: dict[str, Any], problem:
 # ---- the library ----
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("demo", progress=False, device="cpu", context=1024, kv_pages=16, prompt_cache_gib=0.125) as llm:
+@pytest.fixture(scope="module", params=[False, True], ids=["waited for", "queued"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Decode rounds as a CPU's, and queued one behind the other as a GPU's."""
+
+    def decode_rounds(self: CpuBackend, forward: Any, tables: Any, *, width: int, slots: int, **_: Any) -> Any:
+        return QueuedRounds(self, forward, slots, width) if request.param else None
+
+    how: dict[str, Any] = {"device": "cpu", "context": 1024, "kv_pages": 16, "prompt_cache_gib": 0.125}
+    with patch.object(CpuBackend, "decode_rounds", decode_rounds), LLM("demo", progress=False, **how) as llm:
         yield llm
 
 

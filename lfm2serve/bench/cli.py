@@ -182,11 +182,11 @@ def gaps(
     as_json: JsonOption = False,
 ) -> None:
     """What a running stream feels while long prompts open into unmapped pages. Exit code 1 where a reply differs."""
-    from lfm2serve.bench.gaps import FIRST, measure
+    from lfm2serve.bench.gaps import FIRST, MOST, measure
 
     lengths = _numbers(prompts, "--prompts")
     options = _options(
-        device, threads, kv_gib=kv_gib, prompt_cache_gib=0.0, max_streams=2, context=max(*lengths, 4 * FIRST) + FIRST
+        device, threads, kv_gib=kv_gib, prompt_cache_gib=0.0, max_streams=2, context=max(*lengths, MOST) + 2 * FIRST
     )
     _print_receipt(measure(_shape_name(model), options, prompts=lengths, max_gap_ms=max_gap_ms), as_json)
 

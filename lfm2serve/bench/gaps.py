@@ -71,8 +71,8 @@ def _together(report: Receipt, made: Dummy, engine: Engine, prompts: list[int]) 
     """The running stream, then each long prompt's."""
     most = min(MOST, made.plan.context - FIRST - 1)
     running, late = _Watched(), []
+    asked = [(length, prompt(length, number)) for number, length in enumerate(prompts, 1)]  # not beside the stream
     stream = _submit(engine, prompt(FIRST), most, running)
-    asked = [(length, prompt(length, number)) for number, length in enumerate(prompts, 1)]
     for length, ids in asked:
         engine.arena.settle()
         running.wait(len(running.tokens) + SETTLED)
@@ -82,6 +82,7 @@ def _together(report: Receipt, made: Dummy, engine: Engine, prompts: list[int]) 
         watched = _Watched()
         _submit(engine, ids, REPLY, watched)
         watched.wait()
+        report.expect(running.end is None, f"the running stream ended before the prompt of {length:,} tokens")
         running.wait(len(running.tokens) + 1)
         late.append(watched)
         _figures(report, running, watched, length, median)

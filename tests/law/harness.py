@@ -72,7 +72,7 @@ class QueuedRounds:
     """Decode rounds as a GPU's: the network runs when it is begun, in order, and takes tokens that the round before
     drew from there. `began` counts those whose tokens the host didn't know."""
 
-    def __init__(self, backend: RecordingBackend, forward: Callable[[Batch, Array], Array], slots: int, width: int):
+    def __init__(self, backend: CpuBackend, forward: Callable[[Batch, Array], Array], slots: int, width: int):
         self.drawn = np.full(slots, -1, np.int32)
         self.began = 0
         self.failing: frozenset[int] = frozenset()  # results that can't be taken, from 1
@@ -85,7 +85,6 @@ class QueuedRounds:
         return len(batch.tokens) <= len(self._logits)
 
     def begin(self, batch: Batch) -> Queued:
-        assert self._undrawn is None, "rounds are drawn in the order in which they begin"
         fed_back = batch.tokens == FED_BACK
         self.began += bool(fed_back.any())
         tokens = np.where(fed_back, self.drawn[batch.seg_slot[batch.row_segment]], batch.tokens).astype(np.int32)
@@ -95,8 +94,7 @@ class QueuedRounds:
         return self._undrawn
 
     def draw(self, begun: Queued, rows: SampleRows) -> None:
-        assert begun is self._undrawn
-        self._undrawn = None
+        assert begun is self._undrawn, "rounds are drawn in the order in which they begin"
         ended = rows.slot < 0
         rows = rows._replace(seed=np.where(ended, np.uint64(2**64 - 1), rows.seed), slot=np.where(ended, 0, rows.slot))
         begun.drawn = self._backend.sample(self._logits[: begun.count], rows)
