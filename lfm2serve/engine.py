@@ -427,9 +427,10 @@ class Engine:
         if getattr(error, "fatal", False):
             raise error
         self._counters.failed_steps += 1
+        alone = len(chunks) == 1
         chunks = [chunk for chunk in chunks if chunk.stream.slot >= 0]  # the others have ended
         with self._book:
-            if len(chunks) == 1:
+            if alone and chunks:
                 stream = chunks[0].stream
                 log.error("stream %d failed: %s: %s", stream.id, type(error).__name__, error, exc_info=error)
                 self._counters.failed_streams += 1

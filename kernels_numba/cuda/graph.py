@@ -51,9 +51,10 @@ def capture(stream: Stream) -> Iterator[Callable[[], Any]]:
     graph = None
 
     def instantiate() -> Any:
-        made = call("cuGraphInstantiate", graph, 0)
-        call("cuGraphDestroy", graph)
-        return made
+        try:
+            return call("cuGraphInstantiate", graph, 0)
+        finally:
+            call("cuGraphDestroy", graph)
 
     try:
         yield instantiate
@@ -145,10 +146,14 @@ class _Bucket:
         fill_draw(self.draw.hosts[0], rows, None)
         self.network.send(0)
         self.draw.send(0)
+
+    def capture(self, rounds: DecodeRounds) -> None:
+        """Make the graphs."""
+        be = rounds.backend
         for run in (self._network, self._draw):
             run(rounds)  # once as it is: loads every kernel
             be.stream.synchronize()
-            be.dependent = rows <= DEPENDENT_ROWS
+            be.dependent = self.rows <= DEPENDENT_ROWS
             try:
                 with capture(be.stream) as finished:
                     run(rounds)
@@ -298,9 +303,15 @@ class DecodeRounds:
         self.buckets: list[_Bucket] = []
         try:
             for rows in sorted(buckets):
-                self.buckets.append(_Bucket(self, rows))
+                bucket = _Bucket(self, rows)
+                try:
+                    bucket.capture(self)
+                except BaseException:
+                    bucket.close(backend)
+                    raise
+                self.buckets.append(bucket)
         except CudaError as error:
-            _log.warning("decode rounds of more than %d rows run without graphs (%s)", self.most_rows, error)
+            _log.warning("decode rounds of more than %d rows run without graphs (%s)", self.most_rows, str(error))
 
     @property
     def most_rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,44 @@ def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, r
     assert run(batch, rows._replace(top_n=np.full(3, 21, np.int32))).top_ids.shape == (3, 21)
     assert recorder.launched.count("cuGraphLaunch") == 1 and recorder.launched.count("sample") == 1
     assert len(network.page_table) == SLOTS
+
+
+def test_a_capture_that_fails_leaves_nothing_behind(
+    network: Network, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    be, vocab = network.backend, network.config.vocab_size
+    call, made, freed = graph.call, [], []
+
+    def failing(function: str, *arguments: Any) -> Any:
+        made.append(function)
+        if function == "cuGraphInstantiate" and made.count(function) == 4:
+            raise CudaError("cuGraphInstantiate: CUDA_ERROR_OUT_OF_MEMORY")
+        return call(function, *arguments)
+
+    monkeypatch.setattr(graph, "call", failing)
+    monkeypatch.setattr(graph.PinnedBuffer, "free", lambda self: freed.append(self))
+    held = len(recorder.allocated) - len(recorder.freed), be.scratch.free_bytes
+    rounds = graph.DecodeRounds(
+        be,
+        lambda batch, logits: network.model.logits(network.model.forward(batch, network.states), logits),
+        network.tables,
+        buckets=(1, 2, 4),
+        width=vocab,
+        vocab=vocab,
+        page_table=network.page_table,
+        ranges=64,
+        most_ranges=12,
+    )
+    assert rounds.most_rows == 1 and "more than 1 rows run without graphs" in caplog.text
+    assert len(freed) == 4, "what the second bucket had is given back at once"
+    assert rounds.fits(network.batch([(0, 0, [1])])) and not rounds.fits(network.batch([(0, 0, [1, 2])]))
+    assert made.count("cuGraphDestroy") == made.count("cuStreamEndCapture") == 4
+    rounds.close()
+    assert len(freed) == 4 + 4 + 4  # the first bucket's, and those of masks and results
+    assert made.count("cuGraphExecDestroy") == 3
+    assert len(recorder.allocated) - len(recorder.freed) - held[0] <= 2, "the page table and the drawn tokens stay"
+    gc.collect()
+    assert held[1] - be.scratch.free_bytes < 4096, "the last batch stays, no logits"
 
 
 def test_a_page_table_row_is_sent_to_its_last_byte_and_no_further(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from lfm2serve.drafting import RoundCosts, SuffixLookup
@@ -97,3 +98,26 @@ def test_a_cancelled_stream_leaves_the_round_under_way(tiny: Path) -> None:
         assert all(result.finish_reason == "abort" for result in gone)
         for request, result in zip(staying, kept, strict=True):
             check(tiny, backend, request, result)
+
+
+def test_a_draw_that_fails_ends_nobody_who_was_not_alone(tiny: Path) -> None:
+    """Of two streams one has just ended with what the round before drew: the other one runs again."""
+    short, long = (Request(prompt(30, i), seed=i, max_tokens=200, temperature=0.8) for i in range(2))
+    stop = solo(tiny, replace(short, max_tokens=12)).tokens[-1]
+    short = replace(short, stop=(stop,))
+    with engine_for(tiny, QUEUED) as (engine, backend):
+        assert backend.rounds is not None
+        draw, seen = backend.rounds.draw, []
+
+        def flaky(begun: Any, rows: Any) -> None:
+            if len(rows.slot) == 2 and (rows.slot < 0).any() and not seen:
+                seen.append(rows)
+                raise RuntimeError("injected fault of a draw")
+            draw(begun, rows)
+
+        backend.rounds.draw = flaky  # type: ignore[method-assign]
+        collector = Collector(engine)
+        ended, rest = collector.submit(short), collector.submit(long)
+        collector.wait()
+        assert seen and ended.finish_reason == "stop" and rest.finish_reason == "length"
+        check(tiny, backend, long, rest)
