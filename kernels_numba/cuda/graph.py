@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_TOP = 20  # log-probabilities a row that a graph returns
 LIST_ENTRIES = 1024  # biases, bans or draft tokens of a round
-DEPENDENT_ROWS = 16  # buckets up to this start each kernel before the one before has ended (see LADDER.md for more)
+DEPENDENT_ROWS = 64  # buckets up to this start each kernel before the one before has ended
 ROUNDS = 2  # rounds whose inputs or results may be on their way
 
 Forward = Callable[[DeviceBatch, "Activations"], object]
