@@ -135,25 +135,34 @@ def test_in_place_residual(device: Device) -> None:
     assert np.array_equal(device.read(out), device.read(together))
 
 
-@pytest.mark.parametrize("scale", ["normal", "tails", "outliers", "tiny", "cancelling", "sparse"])
-def test_bits_for_six_kinds_of_data(device: Device, scale: str) -> None:
-    """mma.sync and wgmma must round alike whatever the data."""
+KINDS = ("normal", "tails", "outliers", "tiny", "cancelling", "sparse")
+
+
+def of_kind(kind: str, rows: int, outputs: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """Activations [rows, depth] and weights [1, outputs, depth] that sums may round differently on."""
     random = np.random.default_rng(11)
-    rows, outputs, depth = 130, 512, 2048
     x, w = random.standard_normal((rows, depth)), random.standard_normal((1, outputs, depth)) * 0.02
-    if scale == "tails":
+    if kind == "tails":
         x, w = random.standard_t(1.5, (rows, depth)), random.standard_t(2, (1, outputs, depth)) * 0.02
-    elif scale == "outliers":
+    elif kind == "outliers":
         x[:, ::97] *= 1e4
-    elif scale == "tiny":
+    elif kind == "tiny":
         x, w = x * 1e-18, w * 1e-18
-    elif scale == "cancelling":
+    elif kind == "cancelling":
         x[:, 1::2] = x[:, ::2]
         w[:, :, 1::2] = -w[:, :, ::2]
-    elif scale == "sparse":
+    elif kind == "sparse":
         x *= random.random(x.shape) < 0.05
-    weight = packed(device, bits(w))
-    xs = device.to_device(bits(x))
+    return bits(x), bits(w)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_for_six_kinds_of_data(device: Device, kind: str) -> None:
+    """mma.sync and wgmma must round alike whatever the data."""
+    rows, outputs, depth = 130, 512, 2048
+    x, w = of_kind(kind, rows, outputs, depth)
+    weight = packed(device, w)
+    xs = device.to_device(x)
     out = device.allocate((rows, outputs), "bf16")
     logits = device.allocate((rows, outputs), "f32")
     stream = device.stream()
@@ -168,6 +177,25 @@ def test_bits_for_six_kinds_of_data(device: Device, scale: str) -> None:
             got = got if mode == PLAIN else bits(got)
             base = got if base is None else base
             assert np.array_equal(got, base), (plan.kernel.name, np.mean(got != base))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cublas_has_the_same_bits(device: Device, kind: str) -> None:
+    """A large product, which cuBLAS (by torch, where it is installed) doesn't cut along k."""
+    torch = pytest.importorskip("torch")
+    rows, outputs, depth = 2048, 4096, 2048
+    x, w = of_kind(kind, rows, outputs, depth)
+    theirs = [torch.from_numpy(a.view(np.int16)).cuda().view(torch.bfloat16) for a in (x, w[0])]
+    expected = (theirs[0] @ theirs[1].T).view(torch.int16).cpu().numpy().view(np.uint16)
+    device.make_current()
+    weight, xs, out = packed(device, w), device.to_device(x), device.allocate((rows, outputs), "bf16")
+    stream = device.stream()
+    bind_linear(device, xs, weight, out).run(stream)
+    stream.synchronize()
+    got = device.read(out)
+    assert np.array_equal(got, expected), np.mean(got != expected)
+    for array in (weight.data, xs, out):
+        device.free(array)
 
 
 @pytest.mark.parametrize(
