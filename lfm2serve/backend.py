@@ -6,12 +6,14 @@ Arrays are the backend's own (NumPy's on the CPU, in device memory on a GPU): no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels_numba.batch import Batch, SampleResult, SampleRows
+from kernels_numba.weights import WeightSink
 from lfm2serve.memory.arena import Mapper
 
 Array = Any
@@ -63,10 +65,14 @@ class Rounds(Protocol):
     def draw(self, begun: Any, rows: SampleRows) -> None: ...
 
 
-class Arena(Protocol):
-    """Host memory that a checkpoint is read into."""
+class Runs(Protocol):
+    """Layers that a backend can run as one operation. `run` goes on behind attention layer `first`, with its y [R, H]
+    before out_proj and the residual stream h before it: the residual stream then, the next attention's first product or
+    None, and the layer that follows. None: not those layers, or not this batch."""
 
-    def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]: ...
+    def run(
+        self, backend: Any, first: int, y: Array, h: Array, batch: Any, ring: Array
+    ) -> tuple[Array, Array | None, int] | None: ...
 
 
 class Backend(Protocol):
@@ -77,9 +83,11 @@ class Backend(Protocol):
 
     def attach(self) -> None: ...
 
+    def together(self) -> AbstractContextManager[None]: ...
+
     def timed(self, work: Callable[[], object]) -> float: ...
 
-    def weight_arena(self, nbytes: int) -> Arena: ...
+    def weight_sink(self, nbytes: int) -> WeightSink: ...
 
     def upload(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]: ...
 
@@ -135,9 +143,15 @@ class Backend(Protocol):
         top_k: int, norm_topk: bool, scaling: float, residual: Array,
     ) -> Array: ...  # fmt: skip
 
+    def layer_runs(
+        self, layers: Sequence[Any], top_k: int, normalize: bool, scaling: float, eps: float
+    ) -> Runs | None: ...
+
     def logits(self, x: Array, weight: Array, out: Array | None = None) -> Array: ...
 
-    def sample(self, logits: Array, rows: SampleRows) -> SampleResult: ...
+    def sample(
+        self, logits: Array, rows: SampleRows, meanwhile: Callable[[], object] | None = None
+    ) -> SampleResult: ...
 
     def decode_rounds(
         self,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
+from kernels_numba.weights import NUMPY, HostWeights, WeightSink, pieces
 from lfm2serve.config import CONV_TAPS, K_MULTIPLE, ModelConfig
 from lfm2serve.errors import CheckpointError
 from lfm2serve.hub import resolve
 from lfm2serve.tensor_files import (
     INDEX_FILE,
+    ITEM_BYTES,
     READABLE,
     SINGLE_FILE,
     Buffer,
@@ -31,7 +32,6 @@ __all__ = ["Allocate", "ByteProgress", "Checkpoint", "TensorInfo", "resolve"]
 log = logging.getLogger("lfm2serve")
 
 Allocate = Callable[[str, Shape, str], Buffer]
-DTYPES: dict[str, np.dtype[Any]] = {"bf16": np.dtype(np.uint16), "f32": np.dtype(np.float32)}
 LM_HEAD = "lm_head.weight"
 
 
@@ -56,7 +56,7 @@ class _Part:
 
 
 class Checkpoint:
-    """A checkpoint whose headers have been checked against its config.json; `load` or `stream` reads the weights.
+    """A checkpoint whose headers have been checked against its config.json; `load` or `fill` reads the weights.
 
     config: what config.json says, the dense feed-forward size being the tensors'. tensors: by stored name.
     weight_bytes: of the buffers that `load` fills. CheckpointError names the file and the tensor or field.
@@ -74,7 +74,7 @@ class Checkpoint:
         self._parts = [part for want in self._wants for part in self._take(want)]
         for tensor in self._left.values():
             raise CheckpointError(f"{tensor.file.name}: unexpected tensor {tensor.name} {list(tensor.shape)}")
-        self.weight_bytes = sum(math.prod(want.shape) * DTYPES[want.dtype].itemsize for want in self._wants)
+        self.weight_bytes = sum(math.prod(want.shape) * NUMPY[want.dtype].itemsize for want in self._wants)
 
     def _take(self, want: _Want) -> Iterator[_Part]:
         """Find a buffer's stored tensors and check them."""
@@ -97,53 +97,65 @@ class Checkpoint:
             start += math.prod(shape)
 
     def load(self, allocate: Allocate, progress: ByteProgress | None = None) -> dict[str, Buffer]:
-        """Every weight, as `stream` gives them."""
-        return dict(self.stream(allocate, progress))
+        """Every weight in host memory, by our names. allocate(name, shape, "bf16" or "f32") gives a C-contiguous array,
+        into which the bytes are read (bf16 as uint16; expert biases float32)."""
+        sink = HostWeights(allocate)
+        self.fill(sink, progress)
+        return sink.tensors
 
-    def stream(self, allocate: Allocate, progress: ByteProgress | None = None) -> Iterator[tuple[str, Buffer]]:
-        """Read the weights in the order of the files; gives each buffer, by our names, once it is full.
+    def fill(self, sink: WeightSink, progress: ByteProgress | None = None) -> None:
+        """Read the weights into a sink: begun and put in the order of the files, read ahead by several threads.
 
-        allocate(name, shape, "bf16" or "f32") gives a C-contiguous array, into which the bytes are read (bf16 as
-        uint16; expert biases float32). It is asked when a buffer's first bytes come, and a buffer that was given is not
-        looked at again. `lm_head` is left out where it equals `embed`. progress(bytes done, bytes in all) counts the
-        files' bytes.
+        `lm_head` is left out where it equals `embed`. progress(bytes done, bytes in all) counts the files' bytes.
+        CheckpointError names the file and the tensor that can't be read; the sink is then left as it is.
         """
         wants = {want.buffer: want for want in self._wants}
         rounded = {p.tensor.dtype for p in self._parts if wants[p.buffer].dtype == "bf16"} - {"BF16"}
         if rounded:
             log.info("%s: weights stored as %s are rounded to bfloat16", self.path.name, " and ".join(sorted(rounded)))
-        left = {want.buffer: len(want.stored) for want in self._wants}
-        head = next((part.tensor for part in self._parts if part.buffer == "lm_head"), None)
-        open_buffers: dict[str, Buffer] = {}
-        reader = TensorReader(sum(part.tensor.nbytes for part in self._parts), progress)
-        try:
-            for part in sorted(self._parts, key=_place):
-                if part.buffer == "lm_head" and part.tensor is not head:
-                    continue  # equal to `embed`
-                if part.buffer not in open_buffers:
-                    open_buffers[part.buffer] = _allocated(allocate, wants[part.buffer])
-                reader.read(part.tensor, open_buffers[part.buffer].reshape(-1)[part.start : part.start + part.size])
-                left[part.buffer] -= 1
-                if left[part.buffer]:
+        done, total = 0, sum(part.tensor.nbytes for part in self._parts)
+
+        def count(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+
+        with TensorReader() as reader:
+            parts = sorted(self._parts, key=lambda part: (part.tensor.file.name, part.tensor.offset))
+            head = self._equal_head(reader)
+            begun: set[str] = set()
+            reading: deque[tuple[_Part, int, int, Future[None]]] = deque()
+
+            def put_next() -> None:
+                part, first, size, ready = reading.popleft()
+                ready.result()
+                sink.put(part.buffer, part.start + first, size)
+                count(size * ITEM_BYTES[part.tensor.dtype])
+
+            for part in parts:
+                if part.tensor is head:
                     continue
-                if part.buffer == "embed" and head and reader.equals(head, open_buffers["embed"].reshape(-1)):
-                    reader.skip(head)
-                    head = None
-                yield part.buffer, open_buffers.pop(part.buffer)
-        finally:
-            reader.close()
+                want = wants[part.buffer]
+                if part.buffer not in begun:
+                    sink.begin(part.buffer, want.shape, want.dtype)
+                    begun.add(part.buffer)
+                rows = (part.size // want.shape[-1], want.shape[-1])
+                for first, size in pieces(rows, NUMPY[want.dtype].itemsize, sink.piece_bytes):
+                    if len(reading) == sink.ahead:
+                        put_next()
+                    room = sink.room(part.buffer, part.start + first, size)
+                    reading.append((part, first, size, reader.read(part.tensor, first, room)))
+            while reading:
+                put_next()
+        if head is not None:
+            count(head.nbytes)
 
-
-def _place(part: _Part) -> tuple[bool, str, int]:
-    """Where a part's turn is: the file's order, but `lm_head` after `embed`, which it is compared with."""
-    return part.buffer == "lm_head", part.tensor.file.name, part.tensor.offset
-
-
-def _allocated(allocate: Allocate, want: _Want) -> Buffer:
-    buffer = allocate(want.buffer, want.shape, want.dtype)
-    if buffer.shape != want.shape or buffer.dtype != DTYPES[want.dtype] or not buffer.flags.c_contiguous:
-        raise ValueError(f"allocate({want.buffer!r}) must give a C-contiguous {want.dtype} array of {want.shape}")
-    return buffer
+    def _equal_head(self, reader: TensorReader) -> TensorInfo | None:
+        """The stored `lm_head`, if it only repeats the embedding."""
+        found = {part.buffer: part.tensor for part in self._parts if part.buffer in ("embed", "lm_head")}
+        head = found.get("lm_head")
+        return head if head is not None and reader.equal(found["embed"], head) else None
 
 
 def _short_names(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from lfm2serve.backend import ARENA_SLACK, Arena, Backend
+from kernels_numba.weights import WeightSink, pieces
+from lfm2serve.backend import ARENA_SLACK, Backend
 from lfm2serve.config import CONV_TAPS, ModelConfig
 
 _COMMON: dict[str, object] = {
@@ -122,24 +123,25 @@ def weight_bytes(config: ModelConfig) -> int:
 def random_weights(config: ModelConfig, backend: Backend) -> dict[str, Any]:
     """A model's weights for `Model`: normal with deviation 0.02, norms 1, router biases 0; on a GPU made there."""
     made = backend.random_weights(tensor_shapes(config))
-    return random_tensors(config, backend.weight_arena(weight_bytes(config) + ARENA_SLACK)) if made is None else made
+    if made is not None:
+        return made
+    with backend.weight_sink(weight_bytes(config) + ARENA_SLACK) as sink:
+        random_tensors(config, sink)
+    return sink.tensors
 
 
-def random_tensors(config: ModelConfig, arena: Arena, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights (normal, 0.02; norms 1; router bias 0), bf16 as uint16 arrays, in the arena's memory."""
+def random_tensors(config: ModelConfig, sink: WeightSink, seed: int = 0) -> None:
+    """Fill a sink with random weights: normal, 0.02; norms 1; router bias 0."""
     rng = np.random.default_rng(seed)
-    tensors: dict[str, np.ndarray] = {}
     for name, dims in tensor_shapes(config):
-        if name.endswith("bias"):
-            tensors[name] = arena.take(dims, np.float32)
-            tensors[name][...] = 0
-            continue
-        out = arena.take(dims, np.uint16)
-        flat = out.reshape(-1)
-        for start in range(0, flat.size, 1 << 22):
-            part = flat[start : start + (1 << 22)]
-            values = rng.standard_normal(part.size, np.float32) * 0.02
-            values = np.ones_like(values) if "norm" in name else values
-            part[:] = (values.astype(np.float32).view(np.uint32) + 0x8000) >> 16
-        tensors[name] = out
-    return tensors
+        bias = name.endswith("bias")
+        sink.begin(name, dims, "f32" if bias else "bf16")
+        for start, count in pieces(dims, 4 if bias else 2, sink.piece_bytes):
+            part = sink.room(name, start, count)
+            if bias:
+                part[:] = 0
+            else:
+                values = rng.standard_normal(count, np.float32) * 0.02
+                values = np.ones_like(values) if "norm" in name else values
+                part[:] = (values.astype(np.float32).view(np.uint32) + 0x8000) >> 16
+            sink.put(name, start, count)

@@ -96,6 +96,7 @@ class Engine:
         self._open = 0
         self._closing = False
         self._settled = threading.Condition()
+        self._steps.hand_over = self._deliver
         self._steps.warm_up()
         self._thread = threading.Thread(target=self._run, name="lfm2serve-engine", daemon=True)
         self._thread.start()
@@ -260,7 +261,7 @@ class Engine:
                 return False
             with self._book:
                 command()
-        self._deliver()
+        self._deliver_unless_round()
         return True
 
     def _arrive(self, stream: Stream) -> None:
@@ -342,11 +343,11 @@ class Engine:
             started = time.perf_counter()
             self._step(chunks)
             self._counters.prompt_steps += 1
-        self._deliver()
+        self._deliver_unless_round()
         pace, running = self._scheduler.pace, bool(self._scheduler.running)
         if running:
             self._decoding.round(behind_prompt=bool(chunks) and not waits)
-            self._deliver()
+            self._deliver_unless_round()
         if chunks and (running or waits):  # else the device may not be through with the step
             elapsed = time.perf_counter() - started - (pace.round_s if running else 0.0)
             pace.prompt_step(sum(chunk.rows for chunk in chunks), max(elapsed, 0.0))
@@ -360,10 +361,12 @@ class Engine:
 
     def _run_rows(self, chunks: list[Chunk]) -> None:
         taps = self._keeper.taps(chunks)
-        drawn = self._steps.run(chunks, [tap.row for tap in taps])
-        with self._book:
-            self._keeper.keep(taps)  # before a stream that only prepares a state ends
-        self._commit(chunks, drawn)
+
+        def keep() -> None:
+            with self._book:
+                self._keeper.keep(taps)
+
+        self._commit(chunks, self._steps.run(chunks, [tap.row for tap in taps], keep))
 
     def _commit(self, chunks: Sequence[Chunk], drawn: Sequence[list[Drawn]]) -> None:
         """Count the rows of chunks as run, and give their streams what was drawn."""
@@ -460,6 +463,11 @@ class Engine:
 
     def _emit(self, stream: Stream, event: StreamEvent) -> None:
         self._outbox.append((stream, event))
+
+    def _deliver_unless_round(self) -> None:
+        """Deliver now, unless a round follows that will do so at a better moment."""
+        if not self._steps.hands_over(len(self._scheduler.running)):
+            self._deliver()
 
     def _deliver(self) -> None:
         outbox, self._outbox = self._outbox, []

@@ -53,6 +53,10 @@ class Model:
         self.final_norm = backend.norm_weight(tensors["final_norm"])
         self.cos, self.sin = backend.rope_tables(config.rope_theta, max_rows)
         self.layers = [self._layer(n, tensors) for n in range(config.num_hidden_layers)]
+        self.runs = backend.layer_runs(
+            self.layers, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor,
+            config.norm_eps,
+        )  # fmt: skip
 
     def _layer(self, n: int, tensors: Tensors) -> _Layer:
         config, norm = self.config, self.backend.norm_weight
@@ -86,10 +90,21 @@ class Model:
         be, eps = self.backend, self.config.norm_eps
         batch = be.begin(batch, tap_rows)
         h = be.embed(batch.tokens, self.embedding)
-        for layer in self.layers:
-            x = be.rms_norm(h, layer.operator_norm, eps)
+        qkv, following = None, 0
+        for n, layer in enumerate(self.layers):
+            if n < following:
+                continue  # it was part of a run
+            if qkv is None:
+                x = be.rms_norm(h, layer.operator_norm, eps)
             if layer.attention:
-                h = self._attention(layer, x, h, batch, states)
+                y = self._attention(layer, be.linear(x, layer.mixer["qkv"]) if qkv is None else qkv, batch, states)
+                qkv = None
+                if self.runs is not None and tap_rows is None:
+                    done = self.runs.run(be, n, y, h, batch, states.ring)
+                    if done is not None:
+                        h, qkv, following = done
+                        continue
+                h = be.linear(y, layer.mixer["out"], residual=h)
             else:
                 h = self._conv(layer, x, h, batch, states, tap_rows)
             x = be.rms_norm(h, layer.ffn_norm, eps)
@@ -106,14 +121,14 @@ class Model:
         y = be.short_conv(bcx, w["weight"], states.ring, layer.index, batch)
         return be.linear(y, w["out_proj"], residual=h)
 
-    def _attention(self, layer: _Layer, x: Array, h: Array, batch: Batch, states: StreamStates) -> Array:
+    def _attention(self, layer: _Layer, qkv: Array, batch: Batch, states: StreamStates) -> Array:
         be, w, config = self.backend, layer.mixer, self.config
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         q = be.attention_inputs(
-            be.linear(x, w["qkv"]), w["q_norm"], w["k_norm"], config.norm_eps, self.cos, self.sin,
-            states.kv, layer.index, batch, heads, kv_heads,
+            qkv, w["q_norm"], w["k_norm"], config.norm_eps, self.cos, self.sin, states.kv, layer.index, batch, heads,
+            kv_heads,
         )  # fmt: skip
-        return be.linear(be.attention(q, states.kv, layer.index, batch, heads, kv_heads), w["out"], residual=h)
+        return be.attention(q, states.kv, layer.index, batch, heads, kv_heads)
 
     def _dense(self, layer: _Layer, x: Array, h: Array) -> Array:
         return self.backend.swiglu(x, layer.feed_forward["w13"], layer.feed_forward["w2"], h)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from lfm2serve.backend import ARENA_SLACK, Backend
 from lfm2serve.chat.byte_tokenizer import byte_tokenizer, chatml_template
@@ -33,16 +30,13 @@ class Source:
     template: ChatTemplate | None
     generation: GenerationDefaults
 
-    def weights(self, backend: Backend, progress: ByteProgress | None) -> dict[str, Any] | Iterator[tuple[str, Any]]:
-        """What `Model` takes: the checkpoint's tensors as they are read, or random ones."""
+    def weights(self, backend: Backend, progress: ByteProgress | None) -> dict[str, Any]:
+        """What `Model` takes: the checkpoint's tensors where the backend wants them, or random ones."""
         if self.checkpoint is None:
             return random_weights(self.config, backend)
-        arena = backend.weight_arena(self.weight_bytes + ARENA_SLACK)
-
-        def allocate(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-            return arena.take(shape, np.float32 if dtype == "f32" else np.uint16)
-
-        return self.checkpoint.stream(allocate, progress)
+        with backend.weight_sink(self.weight_bytes + ARENA_SLACK) as sink:
+            self.checkpoint.fill(sink, progress)
+        return sink.tensors
 
 
 def is_shape(model: str) -> bool:

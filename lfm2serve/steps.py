@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,6 +20,7 @@ from lfm2serve.sampling import SamplingParams
 from lfm2serve.scheduler import Chunk
 from lfm2serve.stream import Stream, TokenLogprobs
 
+MANY_CHUNKS = 16  # have many clients, who want the interpreter too; with few it costs more than it gives
 SCORE_ROWS = 64  # prompt rows whose logits are held at once for their log-probabilities
 
 Drawn = tuple[int, TokenLogprobs | None]
@@ -52,14 +54,24 @@ class StepRunner:
         self._states = states
         self._draws = draws
         self._rounds: Rounds | None = None
+        self.hand_over: Callable[[], object] = _nothing  # called when kernels are about to run, see `hands_over`
+
+    def hands_over(self, streams: int) -> bool:
+        """Whether a decode round of so many streams calls `hand_over` when its kernels, all together, are about to run:
+        the moment for other threads to be given work, since this one won't want the interpreter for a while."""
+        return streams >= MANY_CHUNKS and self._rounds is None
 
     def attach(self) -> None:
         """Called on the thread that runs steps from now on."""
         self._model.backend.attach()
 
-    def run(self, chunks: Sequence[Chunk], tap_rows: Sequence[int]) -> list[list[Drawn]]:
+    def run(
+        self, chunks: Sequence[Chunk], tap_rows: Sequence[int] = (), keep: Callable[[], object] | None = None
+    ) -> list[list[Drawn]]:
         """Run the chunks' rows, leaving the conv states after `tap_rows` of them in the states' taps.
 
+        keep: copies what was tapped. It is called when the draws are queued, before they are waited for: nobody's
+        first token waits for a copy, nor for the work of queueing it.
         Returns what was drawn behind each chunk: nothing where its rows aren't complete, else a token behind its last
         row and one behind each of its draft tokens.
         """
@@ -68,15 +80,21 @@ class StepRunner:
         batch = self._states.pack(
             [(c.stream.slot, c.stream.rows_done, [*c.stream.next_rows(c.rows), *c.draft]) for c in chunks]
         )
-        started = time.perf_counter()
-        h = self._model.forward(batch, self._states, np.array(tap_rows, np.int32) if tap_rows else None)
-        self.backend_s += time.perf_counter() - started
-        for i, chunk in enumerate(chunks):
-            if chunk.stream.scoring:
-                self._score(chunk, h, int(batch.seg_start[i]))
-        ends = batch.seg_start[1:].tolist()
-        rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
-        return _split(self._draw(draws, self._model.backend.take(h, rows)) if draws else [], counts)
+        together = self.hands_over(len(chunks))
+        with self._model.backend.together() if together else nullcontext():
+            started = time.perf_counter()
+            h = self._model.forward(batch, self._states, np.array(tap_rows, np.int32) if tap_rows else None)
+            self.backend_s += time.perf_counter() - started
+            for i, chunk in enumerate(chunks):
+                if chunk.stream.scoring:
+                    self._score(chunk, h, int(batch.seg_start[i]))
+            ends = batch.seg_start[1:].tolist()
+            rows = [row for end, count in zip(ends, counts, strict=True) for row in range(end - count, end)]
+            if draws:
+                return _split(self._draw(draws, self._model.backend.take(h, rows), keep, together), counts)
+            if keep is not None:
+                keep()
+            return _split([], counts)
 
     def begin(self, chunks: list[Chunk]) -> Begun | None:
         """Queue the network of a decode round; None where the backend has none that large."""
@@ -119,7 +137,8 @@ class StepRunner:
         stream.slot = 0
         self._states.open(0, Lease(-1, (0,), 2))
         self._draws.open(stream)
-        self.run([Chunk(stream, 2)], [0])
+        with self._model.backend.together():
+            self.run([Chunk(stream, 2)], [0])
         self._states.close(0)
         self.backend_s = 0.0
         self._rounds = self._model.backend.decode_rounds(
@@ -132,10 +151,15 @@ class StepRunner:
             context=self._states.max_rows,
         )
 
-    def _draw(self, draws: list[Draw], h: Array) -> list[Drawn]:
+    def _draw(
+        self, draws: list[Draw], h: Array, meanwhile: Callable[[], object] | None, hand_over: bool
+    ) -> list[Drawn]:
         rows = self._draws.rows(draws)
         started = time.perf_counter()
-        result = self._model.backend.sample(self._model.logits(h), rows)
+        logits = self._model.logits(h)
+        if hand_over:
+            self.hand_over()
+        result = self._model.backend.sample(logits, rows, meanwhile)
         self.backend_s += time.perf_counter() - started
         return _drawn(result, rows)
 
@@ -154,6 +178,10 @@ class StepRunner:
             logits = self._model.logits(self._model.backend.take(h, range(row + start, row + end)))
             found = self._model.backend.token_logprobs(logits, targets, top_n, self._draws.vocab)
             scored.extend(_logprobs(*found, top_n))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _draws(chunks: Sequence[Chunk], counts: Sequence[int]) -> list[Draw]:

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: their headers, and reading tensors into buffers without a second copy.
+"""The safetensors files of a checkpoint: their headers, and threads that read tensors into given memory.
 
 File format: https://huggingface.co/docs/safetensors (8 bytes of header length, a JSON header, the tensors' bytes).
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +29,9 @@ ByteProgress = Callable[[int, int], None]  # bytes done, bytes in all
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 LARGEST_HEADER = 100_000_000  # bytes, the format's own limit
-PIECE = 1 << 21  # elements of one read and its conversion
+READERS = 8  # threads: one copies 2-6 GB/s out of the system's cache, and a fast disk wants many requests at once
+CONVERTED = 1 << 18  # elements that a thread converts at once
+COMPARED = 1 << 20  # elements of two tensors that a thread compares at once
 # Element sizes of the format: extents are checked of tensors, too, that are then refused for their dtype.
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -153,67 +158,72 @@ def _entry(file: Path, name: str, entry: Any, data: int, room: int) -> TensorInf
 
 
 class TensorReader:
-    """Reads tensors one after another, keeps one file open and counts bytes.
+    """Reads tensors' elements, from any number of threads of its own side by side. A context manager: leaving it drops
+    what hasn't begun, waits for what has and closes the files."""
 
-    total: bytes that will be read or skipped, for `progress`.
-    """
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(READERS, "lfm2serve-read")
+        self._thread = threading.local()
+        self._open: list[_File] = []
 
-    def __init__(self, total: int, progress: ByteProgress | None = None) -> None:
-        self._total = total
-        self._done = 0
-        self._progress = progress
+    def read(self, tensor: TensorInfo, first: int, target: Buffer) -> Future[None]:
+        """Fill `target` (flat, contiguous, uint16 = bf16 or float32) with a tensor's elements from `first` on, sooner
+        or later. CheckpointError in the result: the file ends early, or can't be read."""
+        return self._pool.submit(self._read, tensor, first, target)
+
+    def equal(self, one: TensorInfo, other: TensorInfo) -> bool:
+        """Whether two tensors of the same shape have the same bf16 bits; reads until they differ."""
+        size = math.prod(one.shape)
+        starts = range(0, size, COMPARED)
+        return all(self._pool.map(lambda start: self._same(one, other, start, min(COMPARED, size - start)), starts))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        for file in self._open:
+            file.close()
+
+    def _same(self, one: TensorInfo, other: TensorInfo, first: int, count: int) -> bool:
+        ours, theirs = np.empty(count, np.uint16), np.empty(count, np.uint16)
+        self._read(one, first, ours)
+        self._read(other, first, theirs)
+        return np.array_equal(ours, theirs)
+
+    def _read(self, tensor: TensorInfo, first: int, target: Buffer) -> None:
+        file: _File | None = getattr(self._thread, "file", None)
+        if file is None:
+            file = self._thread.file = _File()
+            self._open.append(file)
+        stored = READABLE[tensor.dtype]
+        if stored == target.dtype:
+            file.read(tensor, first * stored.itemsize, target.data.cast("B"))
+            return
+        for start in range(0, len(target), CONVERTED):
+            part = target[start : start + CONVERTED]
+            raw: Buffer = np.empty(len(part), stored)
+            file.read(tensor, (first + start) * stored.itemsize, raw.data.cast("B"))
+            wide = bf16_to_f32(raw) if tensor.dtype == "BF16" else raw.astype(np.float32, copy=False)
+            part[:] = f32_to_bf16(wide) if target.dtype == np.uint16 else wide
+
+
+class _File:
+    """The file that one thread reads just now."""
+
+    def __init__(self) -> None:
         self._stream: FileIO | None = None
 
-    def read(self, tensor: TensorInfo, target: Buffer) -> None:
-        """Fill `target` (flat, contiguous, uint16 = bf16 or float32, as many elements as the tensor has)."""
-        for start, count in self._pieces(tensor):
-            self._read_piece(tensor, start, target[start : start + count])
-            self._count(count * ITEM_BYTES[tensor.dtype])
-
-    def equals(self, tensor: TensorInfo, loaded: Buffer) -> bool:
-        """Whether reading the tensor would give the bits of `loaded` (flat bf16); counts no bytes."""
-        for start, count in self._pieces(tensor):
-            piece = np.empty(count, np.uint16)
-            self._read_piece(tensor, start, piece)
-            if not np.array_equal(piece, loaded[start : start + count]):
-                return False
-        return True
-
-    def skip(self, tensor: TensorInfo) -> None:
-        """Count a tensor that isn't needed."""
-        self._count(tensor.nbytes)
-
-    def close(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def _pieces(self, tensor: TensorInfo) -> Iterator[tuple[int, int]]:
-        elements = math.prod(tensor.shape)
-        return ((start, min(PIECE, elements - start)) for start in range(0, elements, PIECE))
-
-    def _count(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
-
-    def _read_piece(self, tensor: TensorInfo, start: int, target: Buffer) -> None:
-        stored = READABLE[tensor.dtype]
-        direct = stored == target.dtype
-        raw: Buffer = target if direct else np.empty(len(target), stored)
-        self._read_bytes(tensor, start * stored.itemsize, raw.data.cast("B"))
-        if direct:
-            return
-        wide = bf16_to_f32(raw) if tensor.dtype == "BF16" else raw.astype(np.float32, copy=False)
-        target[:] = f32_to_bf16(wide) if target.dtype == np.uint16 else wide
-
-    def _read_bytes(self, tensor: TensorInfo, at: int, view: memoryview) -> None:
+    def read(self, tensor: TensorInfo, at: int, view: memoryview) -> None:
+        """Fill `view` with a tensor's bytes from `at` on."""
         file = tensor.file
         try:
             if self._stream is None or self._stream.name != str(file):
                 self.close()
                 self._stream = FileIO(str(file))
             self._stream.seek(tensor.offset + at)
+            if hasattr(os, "posix_fadvise"):  # the system reads ahead far less than a piece
+                os.posix_fadvise(self._stream.fileno(), tensor.offset + at, len(view), os.POSIX_FADV_WILLNEED)
             while view:
                 count = self._stream.readinto(view)
                 if not count:
@@ -221,6 +231,11 @@ class TensorReader:
                 view = view[count:]
         except OSError as error:
             raise CheckpointError(f"{file.name}: {tensor.name} can't be read ({error.strerror})") from error
+
+    def close(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
 
 
 def f32_to_bf16(x: NDArray[np.float32]) -> NDArray[np.uint16]:

@@ -176,6 +176,27 @@ def test_keeping_states_costs_no_prompt_pass(tiny: Path, chunk: int | None) -> N
     assert steps[0] == steps[1] == steps[2] == -(-600 // (chunk or 512))
 
 
+def test_a_first_token_waits_for_no_copy(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = ((20, Mark.LAST_USER), (55, Mark.HISTORY))
+    with engine_for(tiny, KEEPING) as (engine, backend):
+        order: list[object] = []
+        sample, copy, commit = backend.sample, backend.copy, engine._commit
+
+        def drawing(logits: Any, rows: Any, meanwhile: Any = None) -> Any:
+            def told() -> None:
+                order.append("queued")
+                meanwhile()
+                order.append("waited for")
+
+            return sample(logits, rows, told)
+
+        monkeypatch.setattr(backend, "sample", drawing)
+        monkeypatch.setattr(backend, "copy", lambda *given: (order.append("copy"), copy(*given)))
+        monkeypatch.setattr(engine, "_commit", lambda *given: (order.append("given out"), commit(*given)))
+        ask(engine, Request(prompt(60, 1), seed=1, marks=marks, max_tokens=1))
+    assert order[:7] == ["queued", *["copy"] * 4, "waited for", "given out"]
+
+
 def test_of_more_than_four_marks_the_most_important_are_kept(tiny: Path) -> None:
     marks = [
         (10, Mark.SHARED),

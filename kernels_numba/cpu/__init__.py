@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from numba import config
 from numpy.typing import NDArray
 
 from ..batch import PAGE_ROWS, RING_ROWS, Batch, SampleResult, SampleRows
+from ..weights import NUMPY, HostWeights
 from . import attention as _attention
 from . import conv as _conv
 from . import linear as _linear
@@ -21,23 +21,13 @@ from . import moe as _moe
 from . import norm as _norm
 from . import rope as _rope
 from . import sample as _sample
+from .calls import Calls, alone
 from .memory import Arena, mapped
-from .team import Team, team
+from .team import Team
 
 Floats = NDArray[np.float32]
 Bits = NDArray[np.uint16]
 HEAD = _rope.HEAD
-
-_lock = threading.RLock()  # one kernel at a time in the process: a team has one caller
-
-
-def _new_lock() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows, which can't fork
-    os.register_at_fork(after_in_child=_new_lock)
 
 _PART_VALUES = 1 << 15  # elementwise work is cut into parts of no fewer values
 _PART_PRODUCTS = 1 << 18  # and products into parts of no fewer multiplications
@@ -108,6 +98,7 @@ class CpuBackend:
         self._bf16 = dtype == "bfloat16"
         self._store: type[np.generic] = np.uint16 if self._bf16 else np.float32
         self._scratch: dict[str, NDArray[Any]] = {}
+        self._call = Calls(self.threads)
 
     # ------------------------------------------------------------------------------------------------------- memory
 
@@ -115,9 +106,10 @@ class CpuBackend:
         """A small weight (norm [H], convolution [H, 3]) widened to float32."""
         return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
 
-    def weight_arena(self, nbytes: int) -> Arena:
-        """Memory for `nbytes` of weights, given out by `take(shape, dtype)`: one run of huge pages is read fastest."""
-        return Arena(nbytes)
+    def weight_sink(self, nbytes: int) -> HostWeights:
+        """Takes `nbytes` of weights; see `WeightSink`. They lie in one run of huge pages, which is read fastest."""
+        arena = Arena(nbytes)
+        return HostWeights(lambda name, shape, dtype: arena.take(shape, NUMPY[dtype]))
 
     def allocate_kv(self, pages: int, attention_layers: int, kv_heads: int, *, lazy: bool = False) -> KVCache:
         """Pages for `attention_layers` layers; lazy or not, memory is taken when a page is first written."""
@@ -142,6 +134,7 @@ class CpuBackend:
 
     def read(self, array: NDArray[Any]) -> NDArray[Any]:
         """An array on the host: itself."""
+        self._call.settle()
         return array
 
     def upload(self, tensors: Iterable[tuple[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
@@ -167,7 +160,7 @@ class CpuBackend:
 
     @property
     def _team(self) -> Team:
-        return team(self.threads)
+        return self._call.team
 
     def _space(self, name: str, shape: tuple[int, ...], dtype: type[np.generic] = np.float32) -> NDArray[Any]:
         """Scratch that is kept between calls and grows; only for use inside one call."""
@@ -182,8 +175,14 @@ class CpuBackend:
         parts = min(work // least, self.threads * _PARTS_PER_THREAD)
         if parts < 2 or self.threads == 1:
             return 1
-        self._team.wake()
+        self._call.wake()
         return parts
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside the block this thread's operations wait and are computed as one: the interpreter's other threads run
+        meanwhile, and none can hold the next operation up. Arrays have their values behind the block; what `sample`
+        and `token_logprobs` give can be read at once."""
+        return self._call.together()
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -196,37 +195,38 @@ class CpuBackend:
 
     def take(self, x: Floats, rows: Sequence[int]) -> Floats:
         """Rows of an array."""
+        if len(rows) == len(x) and list(rows) == list(range(len(x))):
+            return x
+        self._call.settle()
         return x[rows]
 
     def embed(self, tokens: NDArray[np.int32], weight: Bits) -> Floats:
         """Rows of the embedding [V, H]; tokens must be in [0, V)."""
-        out = np.empty((len(tokens), weight.shape[1]), np.float32)
-        with _lock:
-            _norm.embed(self._team.state, tokens, weight, out, self._parts(out.size))
+        out = self._call.empty((len(tokens), weight.shape[1]))
+        self._call(_norm.embed, self._team.state, tokens, weight, out, self._parts(out.size))
         return out
 
     def rms_norm(self, x: Floats, weight: Floats, eps: float) -> Floats:
         """r(w * r(x / sqrt(mean(x**2) + eps)))."""
-        out = np.empty_like(x)
-        with _lock:
-            _norm.rms_norm(self._team.state, x, weight, np.float32(eps), out, self._bf16, self._parts(x.size))
+        out = self._call.empty(x.shape)
+        self._call(_norm.rms_norm, self._team.state, x, weight, np.float32(eps), out, self._bf16, self._parts(x.size))
         return out
 
     def linear(self, x: Floats, weight: Bits, residual: Floats | None = None) -> Floats:
         """r(x wT) [R, N], or r(residual + r(x wT))."""
-        out = np.empty((x.shape[0], weight.shape[0]), np.float32)
-        with _lock:
-            add = residual is not None
-            _linear.linear(
-                self._team.state,
-                x,
-                weight,
-                residual if add else out,
-                add,
-                out,
-                self._bf16,
-                self._parts(x.shape[0] * weight.size, _PART_PRODUCTS),
-            )
+        out = self._call.empty((x.shape[0], weight.shape[0]))
+        add = residual is not None
+        self._call(
+            _linear.linear,
+            self._team.state,
+            x,
+            weight,
+            residual if add else out,
+            add,
+            out,
+            self._bf16,
+            self._parts(x.shape[0] * weight.size, _PART_PRODUCTS),
+        )
         return out
 
     def short_conv(self, bcx: Floats, conv_weight: Floats, ring: NDArray[Any], layer: int, batch: Batch) -> Floats:
@@ -234,21 +234,21 @@ class CpuBackend:
 
         Inputs before a segment come from the ring's `layer` and the segment's slot; before position 0 they are zero.
         """
-        out = np.empty((bcx.shape[0], conv_weight.shape[0]), np.float32)
-        with _lock:
-            _conv.short_conv(
-                self._team.state,
-                bcx,
-                conv_weight,
-                ring,
-                layer,
-                batch.positions,
-                batch.seg_start,
-                batch.seg_slot,
-                out,
-                self._bf16,
-                self._parts(bcx.size),
-            )
+        out = self._call.empty((bcx.shape[0], conv_weight.shape[0]))
+        self._call(
+            _conv.short_conv,
+            self._team.state,
+            bcx,
+            conv_weight,
+            ring,
+            layer,
+            batch.positions,
+            batch.seg_start,
+            batch.seg_slot,
+            out,
+            self._bf16,
+            self._parts(bcx.size),
+        )
         return out
 
     def conv_taps(
@@ -256,7 +256,8 @@ class CpuBackend:
     ) -> None:
         """Copy the convolution's state after each of `rows` [T] to taps [>= T, layers, 2, H]: the inputs of the row's
         predecessor and of the row itself. Before `short_conv`, which overwrites the ring."""
-        _conv.conv_taps(
+        self._call(
+            _conv.conv_taps,
             bcx,
             ring,
             layer,
@@ -271,6 +272,7 @@ class CpuBackend:
 
     def copy(self, target: NDArray[np.uint8], source: NDArray[np.uint8], plan: Sequence[tuple[int, int, int]]) -> None:
         """Copy bytes; plan: (offset in source, offset in target, bytes) of each run."""
+        self._call.settle()
         for start, place, size in plan:
             target[place : place + size] = source[start : start + size]
 
@@ -289,56 +291,57 @@ class CpuBackend:
         kv_heads: int,
     ) -> Floats:
         """Queries [R, heads * 64] normed and rotated; the rows' keys and values are written to the cache's `layer`."""
-        q = np.empty((qkv.shape[0], heads * HEAD), np.float32)
-        with _lock:
-            _rope.attention_inputs(
-                self._team.state,
-                qkv,
-                q_norm,
-                k_norm,
-                np.float32(eps),
-                cos,
-                sin,
-                kv.data.reshape(-1),
-                (kv.data.shape[1], kv_heads),
-                layer,
-                batch.positions,
-                batch.row_segment,
-                batch.seg_slot,
-                batch.page_table,
-                q,
-                self._bf16,
-                self._parts(qkv.size),
-            )
+        q = self._call.empty((qkv.shape[0], heads * HEAD))
+        self._call(
+            _rope.attention_inputs,
+            self._team.state,
+            qkv,
+            q_norm,
+            k_norm,
+            np.float32(eps),
+            cos,
+            sin,
+            kv.data.reshape(-1),
+            (kv.data.shape[1], kv_heads),
+            layer,
+            batch.positions,
+            batch.row_segment,
+            batch.seg_slot,
+            batch.page_table,
+            q,
+            self._bf16,
+            self._parts(qkv.size),
+        )
         return q
 
     def attention(self, q: Floats, kv: KVCache, layer: int, batch: Batch, heads: int, kv_heads: int) -> Floats:
         """Causal attention [R, heads * 64] of each row over the cached positions [0, its own] of its stream."""
-        out = np.empty((q.shape[0], heads * HEAD), np.float32)
-        with _lock:
-            work = q.size * (int(batch.positions.max()) + 1)
-            _attention.attention(
-                self._team.state,
-                q,
-                kv.data.reshape(-1),
-                (kv.data.shape[1], kv_heads),
-                layer,
-                batch.positions,
-                batch.seg_start,
-                batch.seg_slot,
-                batch.page_table,
-                out,
-                self._bf16,
-                self._parts(work // 8),
-            )
+        out = self._call.empty((q.shape[0], heads * HEAD))
+        work = q.size * (int(batch.positions.max()) + 1)
+        self._call(
+            _attention.attention,
+            self._team.state,
+            q,
+            kv.data.reshape(-1),
+            (kv.data.shape[1], kv_heads),
+            layer,
+            batch.positions,
+            batch.seg_start,
+            batch.seg_slot,
+            batch.page_table,
+            out,
+            self._bf16,
+            self._parts(work // 8),
+        )
         return out
 
     def swiglu(self, x: Floats, w13: Bits, w2: Bits, residual: Floats) -> Floats:
         """r(residual + r(w2 r(r(silu(w1 x)) * r(w3 x)))); w13 [2F, H] holds w1's rows, then w3's."""
-        out = np.empty_like(residual)
-        with _lock:
+        out = self._call.empty(residual.shape)
+        with alone():
             act = self._space("act", (x.shape[0], w2.shape[1]))
-            _linear.swiglu(
+            self._call(
+                _linear.swiglu,
                 self._team.state,
                 x,
                 w13,
@@ -360,7 +363,7 @@ class CpuBackend:
         weights = np.empty((x.shape[0], top_k), np.float32)
         has_bias = expert_bias is not None
         bias = expert_bias if has_bias else np.zeros(0, np.float32)
-        _moe.route(logits, bias, has_bias, norm_topk, np.float32(scaling), ids, weights, self._bf16)
+        self._call(_moe.route, logits, bias, has_bias, norm_topk, np.float32(scaling), ids, weights, self._bf16)
         return ids, weights
 
     def moe(
@@ -377,10 +380,11 @@ class CpuBackend:
     ) -> Floats:
         """r(residual + r(sum of r(weight * expert(x)))) over the chosen experts; w13 [E, 2I, H], w2 [E, H, I]."""
         ids, weights = self.moe_route(x, gate, expert_bias, top_k, norm_topk, scaling)
-        out = np.empty_like(residual)
+        out = self._call.empty(residual.shape)
         copies = x.shape[0] * top_k
-        with _lock:
-            _moe.run_experts(
+        with alone():
+            self._call(
+                _moe.run_experts,
                 self._team.state,
                 x,
                 ids,
@@ -397,18 +401,24 @@ class CpuBackend:
             )
         return out
 
+    def layer_runs(self, layers: Sequence[Any], top_k: int, normalize: bool, scaling: float, eps: float) -> None:
+        """No layers run as one operation here."""
+        return None
+
     def logits(self, x: Floats, weight: Bits, out: Floats | None = None) -> Floats:
         """[n, V], rounded as any product; in `out` where that is given."""
         result = self.linear(x, weight)
         if out is None:
             return result
+        self._call.settle()
         out[:] = result
         return out
 
     # ----------------------------------------------------------------------------------------------------- sampling
 
-    def sample(self, logits: Floats, rows: SampleRows) -> SampleResult:
-        """One token a row; see `SampleRows` for the meaning and order of the controls."""
+    def sample(self, logits: Floats, rows: SampleRows, meanwhile: Callable[[], object] | None = None) -> SampleResult:
+        """One token a row; see `SampleRows` for the meaning and order of the controls. meanwhile: called once the
+        draws are queued, which here is when they are made."""
         count, width = logits.shape
         best = max(0, int(rows.top_n.max(initial=-1)))
         result = SampleResult(
@@ -418,7 +428,7 @@ class CpuBackend:
             top_ids=np.full((count, best), -1, np.int32),
             top_logprobs=np.full((count, best), np.nan, np.float32),
         )
-        with _lock:
+        with alone():
             parts = self._parts_of_rows(count)
             controls = (
                 *(rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.repetition, rows.presence, rows.frequency),
@@ -430,7 +440,21 @@ class CpuBackend:
             )
             tables = (rows.prompt_seen, rows.output_count)
             scratch = (self._space("adjusted", (parts, width)), *self._sampling_space(parts, width))
-            _sample.sample(self._team.state, logits, controls, tables, lists, rows.vocab, scratch, tuple(result), parts)
+            self._call(
+                _sample.sample,
+                self._team.state,
+                logits,
+                controls,
+                tables,
+                lists,
+                rows.vocab,
+                scratch,
+                tuple(result),
+                parts,
+            )
+            self._call.settle()
+        if meanwhile is not None:
+            meanwhile()
         return result
 
     def timed(self, work: Callable[[], object]) -> float:
@@ -464,17 +488,26 @@ class CpuBackend:
             np.full((count, best), -1, np.int32),
             np.full((count, best), np.nan, np.float32),
         )
-        with _lock:
+        with alone():
             parts = self._parts_of_rows(count)
-            _sample.token_logprobs(
-                self._team.state, logits, targets, top_n, vocab, self._sampling_space(parts, width), result, parts
+            self._call(
+                _sample.token_logprobs,
+                self._team.state,
+                logits,
+                targets,
+                top_n,
+                vocab,
+                self._sampling_space(parts, width),
+                result,
+                parts,
             )
+            self._call.settle()
         return result
 
     def _parts_of_rows(self, rows: int) -> int:
         parts = min(rows, self.threads)
         if parts > 1:
-            self._team.wake()
+            self._call.wake()
         return parts
 
     def _sampling_space(self, parts: int, width: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -27,7 +27,8 @@ DONE = 1 * LINE  # parts finished in this generation
 TASK = 2 * LINE  # address of the function and of its arguments, written before the ticket
 ARGUMENTS = 2 * LINE + 1
 FAILED = 3 * LINE
-WORDS = 4 * LINE
+BUSY = 4 * LINE  # more work is to come: no helper that is awake falls asleep
+WORDS = 5 * LINE
 
 PART_BITS = 16
 PART_MASK = (1 << PART_BITS) - 1
@@ -38,7 +39,7 @@ WAIT_SPINS = 2_000  # then let another thread have the core: it may be the one w
 _I64 = ir.IntType(64)
 
 
-def _word(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+def word(context: Any, builder: Any, sig: Any, args: Any) -> Any:
     data = context.make_array(sig.args[0])(context, builder, args[0]).data
     return builder.gep(data, [args[1]], inbounds=True)
 
@@ -48,7 +49,7 @@ def read(typingctx, words, index):
     """Atomic load; what its writer wrote before is visible."""
 
     def codegen(context, builder, sig, args):
-        return builder.load_atomic(_word(context, builder, sig, args), "acquire", 8)
+        return builder.load_atomic(word(context, builder, sig, args), "acquire", 8)
 
     return types.int64(words, types.int64), codegen
 
@@ -58,7 +59,7 @@ def write(typingctx, words, index, value):
     """Atomic store that publishes everything written before it."""
 
     def codegen(context, builder, sig, args):
-        builder.store_atomic(args[2], _word(context, builder, sig, args), "release", 8)
+        builder.store_atomic(args[2], word(context, builder, sig, args), "release", 8)
         return context.get_dummy_value()
 
     return types.void(words, types.int64, types.int64), codegen
@@ -69,7 +70,7 @@ def swap_if(typingctx, words, index, expected, value):
     """Atomic: write `value` if the word is `expected`; says whether it was."""
 
     def codegen(context, builder, sig, args):
-        pair = builder.cmpxchg(_word(context, builder, sig, args), args[2], args[3], "acq_rel", "acquire")
+        pair = builder.cmpxchg(word(context, builder, sig, args), args[2], args[3], "acq_rel", "acquire")
         return builder.extract_value(pair, 1)
 
     return types.boolean(words, types.int64, types.int64, types.int64), codegen
@@ -80,7 +81,7 @@ def count_up(typingctx, words, index):
     """Atomic += 1."""
 
     def codegen(context, builder, sig, args):
-        builder.atomic_rmw("add", _word(context, builder, sig, args), ir.Constant(_I64, 1), "acq_rel")
+        builder.atomic_rmw("add", word(context, builder, sig, args), ir.Constant(_I64, 1), "acq_rel")
         return context.get_dummy_value()
 
     return types.void(words, types.int64), codegen
@@ -216,7 +217,7 @@ def help_out(state):
         if take_part(state):
             idle = 0
         else:
-            idle += 1
+            idle += 1 - read(state, BUSY)
             pause()
 
 
@@ -233,8 +234,9 @@ class Team:
 
     def _help(self, alarm: Any) -> None:
         while True:
-            self._asleep.append(alarm)
-            alarm.acquire()
+            if not self.state[BUSY]:
+                self._asleep.append(alarm)
+                alarm.acquire()
             help_out(self.state)
 
     def wake(self) -> None:

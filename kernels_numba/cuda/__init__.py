@@ -3,57 +3,48 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch import PAGE_ROWS, RING_ROWS, Batch, SampleResult, SampleRows
+from ..batch import PAGE_ROWS, RING_ROWS, Batch
 from . import attention as _attention
+from . import attention_decode as _decode
 from . import attention_ranges as _ranges
 from . import attention_wgmma as _attention_wgmma
 from . import conv as _conv
 from . import copies as _copies
 from . import decode_route as _decode_route
 from . import embed as _embed
-from . import logprobs as _logprobs
 from . import rope as _rope
 from . import route as _route
-from . import sample as _sample
-from . import sample_parts as _parts
+from . import route_rows as _route_rows
 from .compiler import KERNELS
-from .driver import CudaError, DeviceArray, PinnedBuffer
+from .driver import CudaError, DeviceArray
 from .graph import BUCKETS, DecodeRounds, most_round_rows
-from .inputs import (
-    CONTROLS,
-    DeviceBatch,
-    attention_tiles,
-    control_arrays,
-    count_ranges,
-    host_results,
-    split_results,
-)
-from .lazy import ExpertSum, Normed, Projected
+from .inputs import DeviceBatch, attention_tiles, count_ranges
+from .layer_runs import LayerRuns, find_runs
+from .lazy import ExpertSum, Normed, Projected, Queries
 from .linear import bind_conv, bind_linear, bind_sum_conv, conv_plan, sum_conv_plan
-from .memory import HEAD, DeviceMemory, KVCache, PenaltyTables
+from .memory import HEAD, KVCache, PenaltyTables
 from .moe_products import Choice, bind_choice, bind_experts_down, bind_experts_up, choice_plans
 from .pack import PackedWeight
+from .sampler import Sampler
 from .scratch import Activations
 
 _log = logging.getLogger(__name__)
 
 VERIFY_ROWS = 16  # segments of up to so many rows are decode rows to attention
 DECODE_ROWS = 64  # a product of so few may become part of the kernel that reads it
-PROMPT_CONV_ROWS = 8  # rows of a conv tile in prompts
 RANGE_BYTES = 32 * (HEAD + 2) * 4  # a range's partial results, at 32 heads
-RESULT_BYTES = 1 << 20
 RANGE_NS = 1700  # of a prompt's tile over one range
 BYTES_A_NS = 3500  # partial results, to memory and back
 
 
-class CudaBackend(DeviceMemory):
+class CudaBackend(Sampler):
     """Every operation of the network over packed rows, each row's result independent of the other rows.
 
     The methods are CpuBackend's; arrays are on the device. Activations are bf16 [rows, features] in scratch memory,
@@ -61,9 +52,6 @@ class CudaBackend(DeviceMemory):
     it. For one thread. scratch_bytes bounds what one step computes (see `scratch_need`); nothing is allocated after
     the start.
     """
-
-    _spreads: ClassVar[weakref.ref[CudaBackend] | None] = None
-    """the one backend of the process whose sampling blocks may wait for each other: those of two might not all fit"""
 
     name = "cuda"
     dtype = "bfloat16"
@@ -73,38 +61,30 @@ class CudaBackend(DeviceMemory):
     def __init__(self, ordinal: int = 0, *, scratch_bytes: int = 1 << 30) -> None:
         super().__init__(ordinal, scratch_bytes)
         self.device.load(KERNELS.values())
-        self._results: PinnedBuffer | None = PinnedBuffer(RESULT_BYTES)
-        self._ready = self.device.event(timing=False)
         self._rounds: DecodeRounds | None = None
         self._batch: DeviceBatch | None = None
         self._table: NDArray[np.int32] | None = None
         self._table_host: NDArray[np.int32] | None = None
         self._table_device: DeviceArray | None = None
-        self._drawn: DeviceArray | None = None
         self.most_ranges = scratch_bytes // 4 // RANGE_BYTES
         """ranges of attention that decode rows may spread over; more are walked through tile by tile, with the same
         bits"""
         wide = self.device.supports(_attention_wgmma.attention_wgmma)
         self._prompt_attention = _attention_wgmma.WAY if wide else _attention.WAY
-        if CudaBackend._spreads is None or CudaBackend._spreads() is None:
-            CudaBackend._spreads = weakref.ref(self)
-        self._met = self.zeros((2 * self.device.multiprocessors,), "u32")
+        self._plan_rows = _ranges.PLAN_ROWS if self.device.supports(_decode.attention_decode) else 0
+        """rows up to which a decode step's attention takes `attention_inputs` into its kernel and counts for itself"""
         self._no_bias = self.zeros((_route.MOST_EXPERTS,), "f32")
         self._arrived = self.zeros((_route.SPREAD_BLOCKS,), "u32")
 
     def close(self) -> None:
         """As the base's; after a fatal error the driver frees nothing, and the memory goes with the process."""
-        if CudaBackend._spreads is not None and CudaBackend._spreads() is self:
-            CudaBackend._spreads = None
+        self._spread_no_more()
         try:
             self._give_up_rounds()
             super().close()
-            if self._results is not None:
-                self._results.free()
         except CudaError as error:
             _log.warning("the device was lost (%s): its memory comes back when the process ends", error)
             self._owned = {}
-        self._results = None
 
     def penalty_tables(self, slots: int, width: int) -> PenaltyTables:
         """New tables; those made before are given up, and the decode rounds that read them."""
@@ -121,6 +101,10 @@ class CudaBackend(DeviceMemory):
     def attach(self) -> None:
         """Called on a thread that uses the backend from now on."""
         self.device.make_current()
+
+    def together(self) -> AbstractContextManager[None]:
+        """Operations are queued on the device, in order; nothing more is to be had."""
+        return nullcontext()
 
     def timed(self, work: Callable[[], object]) -> float:
         """Seconds that the device takes for what `work` queues. For benchmarks, between steps: scratch is overwritten,
@@ -155,15 +139,16 @@ class CudaBackend(DeviceMemory):
         return begun
 
     def plan_attention(self, batch: DeviceBatch) -> None:
-        """Count the ranges of a decode batch's rows."""
-        batch.range_start = self._range_starts(batch)
+        """Count the ranges of a decode batch's rows; those of few rows every block counts for itself."""
+        batch.range_start = self._range_starts(batch, counted=batch.rows > self._plan_rows)
 
-    def _range_starts(self, batch: DeviceBatch) -> DeviceArray:
+    def _range_starts(self, batch: DeviceBatch, counted: bool = True) -> DeviceArray:
         start = self.scratch.take((batch.rows + 1,), "i32")
         batch.owner = (batch.owner, start)
-        self.launch(
-            _ranges.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, batch.rows, start
-        )
+        if counted:
+            self.launch(
+                _ranges.attention_plan, 1, 256, batch.positions, batch.row_segment, batch.seg_slot, batch.rows, start
+            )
         return start.array
 
     def send_page_table(self, table: NDArray[np.int32], slots: NDArray[np.int32]) -> None:
@@ -254,7 +239,7 @@ class CudaBackend(DeviceMemory):
             else:
                 bind_conv(self.device, plan, x.array, *more).run(self.stream)
             return out
-        tile = 1 if decode else PROMPT_CONV_ROWS
+        tile = 1 if decode else _conv.TILE
         out = self.scratch.take((len(bcx), hidden), "bf16")
         self.launch(
             _conv.short_conv, (-(-len(bcx) // tile), -(-hidden // 2 // _conv.THREADS)), _conv.THREADS, bcx,
@@ -269,10 +254,11 @@ class CudaBackend(DeviceMemory):
         """Copy the convolution's state after each of the batch's tap rows to taps [>= T, layers, 2, H]; before
         `short_conv`."""
         if batch.tap_rows is not None:
+            grid = (batch.tap_rows.shape[0], -(-ring.shape[3] // 2 // _copies.THREADS))
             self.launch(
-                _copies.conv_taps, batch.tap_rows.shape[0], _copies.THREADS, bcx, ring, layer, ring.shape[0],
-                ring.shape[1], batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, batch.tap_rows,
-                ring.shape[3], taps,
+                _copies.conv_taps, grid, _copies.THREADS, bcx, ring, layer, ring.shape[0], ring.shape[1],
+                batch.positions, batch.row_segment, batch.seg_start, batch.seg_slot, batch.tap_rows, ring.shape[3],
+                taps,
             )  # fmt: skip
 
     def attention_inputs(
@@ -292,13 +278,20 @@ class CudaBackend(DeviceMemory):
         """Queries [R, heads * 64] normed and rotated; the rows' keys and values are written to the cache's `layer`."""
         table = self._table_device
         assert table is not None
-        q = self.scratch.take((len(qkv), heads * HEAD), "bf16")
-        blocks = -(-(heads + 2 * kv_heads) // _rope.WARPS)
-        self.launch(
-            _rope.attention_inputs, (len(qkv), blocks), _rope.THREADS, qkv, q_norm, k_norm, eps, cos, sin, kv.data,
-            layer, kv.data.shape[1], batch.positions, batch.row_segment, batch.seg_slot, table, table.shape[1], heads,
-            kv_heads, q,
+        common = (
+            eps, cos, sin, kv.data, layer, kv.data.shape[1], batch.positions, batch.row_segment, batch.seg_slot, table,
+            table.shape[1], heads, kv_heads,
         )  # fmt: skip
+        if batch.range_start is None:
+            rows, out = len(qkv), self.scratch.take((len(qkv), heads * HEAD), "bf16")
+            self.launch(
+                _rope.attention_inputs_rows, -(-rows // _rope.BLOCK_ROWS), _rope.THREADS, qkv, q_norm, k_norm, *common,
+                rows, out,
+            )  # fmt: skip
+            return out
+        q = Queries(self, qkv, heads, q_norm, k_norm, *common)
+        if batch.rows > self._plan_rows:
+            _ = q.array
         return q
 
     def attention(
@@ -333,6 +326,14 @@ class CudaBackend(DeviceMemory):
         partial = self.scratch.take((batch.ranges, heads, HEAD), "f32")
         scale = self.scratch.take((batch.ranges, heads, 2), "f32")
         blocks = min(batch.ranges, max(1, 6 * self.device.multiprocessors // kv_heads))
+        if isinstance(q, Queries) and q.pending:
+            qkv, q_norm, k_norm, eps, cos, sin, *_ = q.claim()
+            self.launch(
+                _decode.attention_decode, (blocks, kv_heads), 32, qkv, q_norm, k_norm, eps, cos, sin, *common[:7],
+                batch.seg_start, *common[7:], batch.rows, partial, scale, shared=_decode.SHARED,
+            )  # fmt: skip
+            self._merge(partial, scale, batch.range_start, batch, heads, out)
+            return out
         self.launch(
             _ranges.attention_ranges, (blocks, kv_heads), 32, q, *common, batch.rows, batch.range_start, partial,
             scale, shared=2 * _attention.RANGE_BYTES,
@@ -348,8 +349,9 @@ class CudaBackend(DeviceMemory):
         few = batch.rows * heads <= 4 * self.device.multiprocessors
         at_once = min(_ranges.MOST_AT_ONCE if few else 96, 32 * -(-batch.ranges // (32 * batch.rows)))
         self.launch(
-            _ranges.attention_merge, (batch.rows, heads), _ranges.MERGE_THREADS, partial, scale, starts, heads,
-            at_once, out, shared=at_once * _ranges.MERGE_BYTES,
+            _ranges.attention_merge, (batch.rows, heads), _ranges.MERGE_THREADS, partial, scale, starts,
+            batch.rows, batch.positions, batch.row_segment, batch.seg_slot, heads, at_once, out,
+            shared=at_once * _ranges.MERGE_BYTES,
         )  # fmt: skip
 
     def _plan_tiles(self, batch: DeviceBatch, group: int, kv_heads: int) -> None:
@@ -367,6 +369,12 @@ class CudaBackend(DeviceMemory):
             if each * RANGE_NS + there_and_back < batch.longest * RANGE_NS:
                 batch.each, batch.ranges = each, ranges
                 batch.part_start = self._range_starts(batch)
+
+    def layer_runs(
+        self, layers: Sequence[Any], top_k: int, normalize: bool, scaling: float, eps: float
+    ) -> LayerRuns | None:
+        """The model's layers that one kernel can run from an attention to the next; None: none."""
+        return find_runs(self, layers, top_k, normalize, scaling, eps)
 
     def swiglu(self, x: Activations, w13: PackedWeight, w2: PackedWeight, residual: Activations) -> Activations:
         """r(residual + r(w2 r(r(silu(w1 x)) * r(w3 x))))."""
@@ -411,14 +419,27 @@ class CudaBackend(DeviceMemory):
         ids, weights = take((pairs,), "i32"), take((pairs,), "f32")
         start, pair_row = take((experts + 1,), "i32"), take((pairs,), "i32")
         pair_weight, place = take((pairs,), "f32"), take((pairs,), "i32")
-        tiles = -(-experts // _route.TILE) if blocks <= _route.SPREAD_BLOCKS else 1
-        logits = take((blocks * _route.ROUTE_ROWS, _route.MOST_EXPERTS), "f32") if tiles > 1 else None
-        self.launch(
-            _route.norm_route, (blocks, tiles), _route.ROUTE_THREADS, h, norm, eps, x, gate,
-            self._no_bias if expert_bias is None else expert_bias, int(expert_bias is not None), batch.row_segment,
-            batch.seg_slot, rows, hidden, experts, top_k, int(norm_topk), scaling, logits, self._arrived, ids, weights,
-            start, pair_row, pair_weight, place,
+        bias, biased = (self._no_bias, 0) if expert_bias is None else (expert_bias, 1)
+        given = (
+            h, norm, eps, x, gate, bias, biased, batch.row_segment, batch.seg_slot, rows, hidden, experts, top_k,
+            int(norm_topk), scaling,
         )  # fmt: skip
+        if rows >= _route_rows.MANY_LEAST and experts % _route.TILE == 0:
+            self.launch(
+                _route_rows.norm_route_rows,
+                -(-rows // _route_rows.MANY_ROWS),
+                _route.ROUTE_THREADS,
+                *given,
+                ids,
+                weights,
+            )
+        else:
+            tiles = -(-experts // _route.TILE) if blocks <= _route.SPREAD_BLOCKS else 1
+            logits = take((blocks * _route.ROUTE_ROWS, _route.MOST_EXPERTS), "f32") if tiles > 1 else None
+            self.launch(
+                _route.norm_route, (blocks, tiles), _route.ROUTE_THREADS, *given, logits, self._arrived, ids, weights,
+                start, pair_row, pair_weight, place,
+            )  # fmt: skip
         if blocks > 1:
             self.launch(
                 _route.group_rows, experts, _route.GROUP_THREADS, ids, weights, rows, top_k, experts, start, pair_row,
@@ -475,98 +496,6 @@ class CudaBackend(DeviceMemory):
             most_ranges=most_ranges,
         )
         return self._rounds
-
-    # ----------------------------------------------------------------------------------------------------- sampling
-
-    def sample(self, logits: Activations, rows: SampleRows) -> SampleResult:
-        """One token a row; see `SampleRows`. prompt_seen and output_count may be a `PenaltyTables` (both the same
-        one)."""
-        count, most = len(logits), max(0, int(rows.top_n.max(initial=-1)))
-        if isinstance(rows.prompt_seen, PenaltyTables):
-            tables, owners = rows.prompt_seen, []
-            tables.flush()
-            seen, counts = tables.prompt_seen, tables.output_count
-        else:
-            used = np.where((rows.repetition != 1) | (rows.presence != 0) | (rows.frequency != 0), rows.slot, -1)
-            rows, seen, counts, owners = self._host_tables(rows, used)
-        masks = rows.mask if len(rows.mask) else np.zeros((1, 1), np.uint32)
-        *controls, mask, owner = self.send(*control_arrays(rows), masks)
-        block, result = self.result_arrays(count, most)
-        self.draw(logits, rows.vocab, controls, seen, counts, most, result, mask)
-        out = self._download(block, count, most)
-        del owner, owners
-        return out
-
-    def _host_tables(
-        self, rows: SampleRows, used: NDArray[np.int32]
-    ) -> tuple[SampleRows, DeviceArray | None, DeviceArray | None, list[Any]]:
-        """Host tables: the rows of slots that need them, sent along; `slot` then counts those."""
-        slots = np.unique(used[used >= 0])
-        if not len(slots):
-            return rows._replace(slot=np.zeros_like(rows.slot)), None, None, []
-        moved = np.searchsorted(slots, np.where(used >= 0, rows.slot, slots[0])).astype(np.int32)
-        seen, counts, owner = self.send(rows.prompt_seen[slots], rows.output_count[slots])
-        return rows._replace(slot=moved), seen, counts, [owner]
-
-    def result_arrays(self, count: int, most: int) -> tuple[Activations, list[DeviceArray]]:
-        """Memory for token, logprob, rank, top_ids, top_logprobs of `count` rows, one after another."""
-        block = self.scratch.take((count * (3 + 2 * most),), "i32")
-        return block, split_results(block.array, count, most)
-
-    def draw(
-        self,
-        logits: Activations,
-        vocab: int,
-        controls: Sequence[DeviceArray],
-        seen: DeviceArray | None,
-        counts: DeviceArray | None,
-        most: int,
-        result: Sequence[DeviceArray],
-        mask: DeviceArray | None = None,
-    ) -> None:
-        """Queue the sampling kernel. controls: as of `control_arrays`. mask: needed where a row is masked."""
-        head = len(CONTROLS)
-        adjusted = self.scratch.take(logits.shape, "f32")
-        grid, exchange, arrived = self._sampling(len(logits))
-        self.launch(
-            _sample.sample, grid, _parts.THREADS, logits, logits.shape[1], vocab, adjusted, *controls[:head],
-            mask, 0 if mask is None else mask.shape[1], seen, counts, *controls[head:], most, self._drawn, *result,
-            exchange, arrived,
-        )  # fmt: skip
-
-    def _sampling(self, rows: int) -> tuple[tuple[int, int], Activations, DeviceArray]:
-        """Blocks for sampling so many rows, and what those of a row tell each other by."""
-        alone = CudaBackend._spreads is not None and CudaBackend._spreads() is self
-        parts = _parts.parts_of(rows, self.device.multiprocessors) if alone else 1
-        return (rows, parts), self.scratch.take((rows * parts, 2, _parts.BINS), "u64"), self._met
-
-    def _download(self, block: Activations, count: int, most: int) -> SampleResult:
-        words = count * (3 + 2 * most)
-        if words * 4 > RESULT_BYTES:
-            host = self.read(block)
-        else:
-            assert self._results is not None
-            host = self._results.array[: words * 4].view(np.int32)
-            self.device.read(block.array, host, self.stream)
-            self._ready.record(self.stream)
-            self._ready.synchronize()
-        return host_results(host, count, most)
-
-    def token_logprobs(
-        self, logits: Activations, targets: NDArray[np.int32], top_n: NDArray[np.int32], vocab: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-        """Log-probability and rank [n] of each target, and the ids and log-probabilities [n, T] of the best `top_n`."""
-        count, most = len(logits), max(0, int(top_n.max(initial=0)))
-        target, wanted, owner = self.send(targets, top_n)
-        block, result = self.result_arrays(count, most)
-        grid, exchange, arrived = self._sampling(count)
-        self.launch(
-            _logprobs.token_logprobs, grid, _parts.THREADS, logits, logits.shape[1], vocab, target, wanted, most,
-            *result[1:], exchange, arrived,
-        )  # fmt: skip
-        out = self._download(block, count, most)
-        del owner
-        return out.logprob, out.rank, out.top_ids, out.top_logprobs
 
 
 def scratch_need(

@@ -24,15 +24,18 @@ from .attention import (
 )
 from .compiler import kernel
 from .functions import ONE, ZERO, pack
-from .scalar import SIMULATED, bits_of, device, float_of, larger, let_next_start, mul, wait_for_earlier
+from .scalar import SIMULATED, ballot, bits_of, device, float_of, larger, let_next_start, mul, wait_for_earlier
 from .unroll import registers, static, unrolled
 
 if not SIMULATED:
     from .attention import wait_all_but_newest, wait_all_copies
     from .ptx import (
+        broadcast,
         cp_async_16,
         cp_async_16_or_zero,
         cp_async_commit,
+        load_64,
+        population,
         shared_address,
         shuffle_up,
     )
@@ -41,6 +44,10 @@ MERGE_THREADS = 128
 MOST_AT_ONCE = 256  # ranges that attention_merge fetches together
 MERGE_BYTES = 4 * (64 + 3)  # of shared memory for each
 TOPS = MOST_AT_ONCE // 32
+FEW = 16  # ranges of a row that one warp merges
+PLAN_ROWS = 64
+"""Up to so many rows a block counts everybody's ranges for itself (`plan_rows`), before it waits for anything."""
+NEVER = 0x7FFFFFFF
 
 
 @device
@@ -89,6 +96,53 @@ def attention_plan(positions, row_segment, seg_slot, rows, range_start):
             at += (positions[row] >> 7) + 1
     if thread == 255:
         range_start[rows] = counts[255]
+
+
+@device
+def row_ranges(positions, row_segment, seg_slot, row, rows):
+    """How many ranges a row has; none past the last one."""
+    count = np.int32(0)
+    if row < rows and seg_slot[row_segment[row]] >= np.int32(0):
+        count = np.int32(np.int32(positions[row] >> np.int32(7)) + np.int32(1))
+    return count
+
+
+@device
+def plan_rows(positions, row_segment, seg_slot, rows, lane):
+    """By a warp: `attention_plan`'s numbers of rows lane and lane + 32 (NEVER past the last row), and of all rows."""
+    low = row_ranges(positions, row_segment, seg_slot, lane, rows)
+    high = row_ranges(positions, row_segment, seg_slot, np.int32(lane + np.int32(32)), rows)
+    upto_low, upto_high = low, high
+    if rows > np.int32(1):
+        for step in (1, 2, 4, 8, 16):
+            a, b = shuffle_up(upto_low, np.int32(step)), shuffle_up(upto_high, np.int32(step))
+            if lane >= np.int32(step):
+                upto_low, upto_high = np.int32(upto_low + a), np.int32(upto_high + b)
+    first_high = broadcast(upto_low, np.int32(31))
+    if rows == np.int32(1):
+        first_high = broadcast(upto_low, np.int32(0))
+    every = np.int32(first_high + broadcast(upto_high, np.int32(31)))
+    start_low = np.int32(upto_low - low) if lane < rows else np.int32(NEVER)
+    start_high = np.int32(NEVER)
+    if np.int32(lane + np.int32(32)) < rows:
+        start_high = np.int32(first_high + np.int32(upto_high - high))
+    return start_low, start_high, every
+
+
+@device
+def planned_start(row, start_low, start_high):
+    """Where a row's ranges begin."""
+    if row < np.int32(32):
+        return broadcast(start_low, row)
+    return broadcast(start_high, np.int32(row - np.int32(32)))
+
+
+@device
+def planned_row(work, start_low, start_high):
+    """The row of range `work` of all, and where that row's ranges begin."""
+    low, high = ballot(np.uint32(start_low <= work)), ballot(np.uint32(start_high <= work))
+    row = np.int32(np.int32(population(low) + population(high)) - np.int32(1))
+    return row, planned_start(row, start_low, start_high)
 
 
 @device
@@ -201,23 +255,66 @@ def attention_ranges(
         cp_async_commit()
 
 
-@kernel("u64 f32* i32* i32 i32 u32*", threads=MERGE_THREADS, dynamic_shared=MOST_AT_ONCE * MERGE_BYTES)
+@device
 @unrolled
-def attention_merge(partial, partial_scale, range_start, heads, at_once, out):
+def merge_few(partial, partial_scale, first, last, heads, head, target, out, lane):
+    """`attention_merge` of few ranges by one warp, a lane with two dims."""
+    top, total, low, high = LOWEST, ZERO, ZERO, ZERO
+    for begin in range(first, last, 8):
+        own = registers(8, LOWEST)
+        weight = registers(8, ZERO)
+        x = registers(8, ZERO)
+        y = registers(8, ZERO)
+        for i in static(8):
+            at = np.int32(np.int32(begin) + np.int32(i))
+            if at < last:
+                place = np.int64(at) * heads + head
+                a, b = load_64(np.uint64(partial + np.uint64(place * 256 + lane * 8)))
+                own[i], weight[i] = partial_scale[place * 2], partial_scale[place * 2 + 1]
+                x[i], y[i] = float_of(a), float_of(b)
+        for i in static(8):
+            if own[i] > LOWEST:
+                top, kept, taken = merge_weights(top, own[i])
+                total = merged(total, kept, weight[i], taken)
+                low = merged(low, kept, x[i], taken)
+                high = merged(high, kept, y[i], taken)
+    share = inverse(total)
+    word = np.int32(np.int32(np.int32(lane & np.int32(7)) * np.int32(4)) + np.int32(lane >> np.int32(3)))
+    out[target + word] = pack(mul(low, share), mul(high, share))
+
+
+@kernel(
+    "u64 f32* i32* i32 i32* i32* i32* i32 i32 u32*", threads=MERGE_THREADS, dynamic_shared=MOST_AT_ONCE * MERGE_BYTES
+)
+@unrolled
+def attention_merge(
+    partial, partial_scale, range_start, rows, positions, row_segment, seg_slot, heads, at_once, out
+):  # fmt: skip
     """Merge a row's ranges in ascending order. Grid [rows, heads]. Padding rows: zeros.
 
     at_once: ranges fetched together, a multiple of 32, MERGE_BYTES of shared memory each. What brings each result to
     the largest score so far is found by all threads at once; then 64 threads go through the ranges with a dim each, and
-    one with the sums of weights.
+    one with the sums of weights. range_start is read if there are more rows than PLAN_ROWS.
     """
     shared = cuda.shared.array(0, np.float32)
     tops = cuda.shared.array(TOPS, np.float32)
     let_next_start()
-    wait_for_earlier()
     thread = np.int32(cuda.threadIdx.x)
     lane = np.int32(thread & np.int32(31))
     row, head = np.int32(cuda.blockIdx.x), np.int32(cuda.blockIdx.y)
-    first, last = range_start[row], range_start[row + 1]
+    first, last = np.int32(0), np.int32(0)
+    if rows <= np.int32(PLAN_ROWS):
+        start_low, start_high, _every = plan_rows(positions, row_segment, seg_slot, rows, lane)
+        first = planned_start(row, start_low, start_high)
+        last = np.int32(first + row_ranges(positions, row_segment, seg_slot, row, rows))
+    wait_for_earlier()
+    if rows > np.int32(PLAN_ROWS):
+        first, last = range_start[row], range_start[row + 1]
+    if first < last and np.int32(last - first) <= np.int32(FEW):
+        if thread < np.int32(32):
+            target = (np.int64(row) * heads + head) * 32
+            merge_few(partial, partial_scale, first, last, heads, head, target, out, lane)
+        return
     base = shared_address(shared)
     factors = np.int32(at_once * np.int32(64))  # then others, totals: places in `shared`
     others = np.int32(factors + at_once)

@@ -8,9 +8,11 @@ from numba import cuda
 from ..batch import RING_ROWS
 from .compiler import kernel
 from .functions import device, high_half, low_half, pack
-from .scalar import fma, let_next_start, mul, wait_for_earlier
+from .scalar import fma, let_next_start, load1, mul, wait_for_earlier
+from .unroll import registers, static, unrolled
 
 THREADS = 128
+TILE = 8  # rows of a prompt's tile
 
 
 @device
@@ -44,6 +46,31 @@ def filtered(w0, w1, w2, u2, u1, u):
     return pack(low, high)
 
 
+@device
+@unrolled(TILE=TILE)
+def inner_tile(bcx, w0, w1, w2, start, half, word, row_segment, seg_start, seg_slot, out):
+    """TILE rows from `start` on where they and the two before are of one segment: nothing of the ring is read or
+    written. Everything is asked for before it is known whether that is so; says whether it was."""
+    b = registers(TILE + 2)
+    x = registers(TILE + 2)
+    c = registers(TILE)
+    for i in static(TILE + 2):
+        at = np.int64(start + i - 2) * 3 * half + word
+        b[i] = load1(bcx, at)
+        x[i] = load1(bcx, at + 2 * half)
+    for i in static(TILE):
+        c[i] = load1(bcx, np.int64(start + i) * 3 * half + half + word)
+    segment = row_segment[start]
+    if seg_slot[segment] < 0 or seg_start[segment] + 2 > start or start + TILE > seg_start[segment + 1]:
+        return False
+    u2, u1 = product_pair(b[0], x[0]), product_pair(b[1], x[1])
+    for i in static(TILE):
+        u = product_pair(b[i + 2], x[i + 2])
+        out[np.int64(start + i) * half + word] = product_pair(c[i], filtered(w0, w1, w2, u2, u1, u))
+        u2, u1 = u1, u
+    return True
+
+
 @kernel("u32* u32* u32* i32 i32 i32* i32* i32* i32* i32 i32 i32 u32*", threads=THREADS)
 def short_conv(bcx, weight, ring, layer, slots, positions, row_segment, seg_start, seg_slot, rows, hidden, tile, out):
     """out = r(C * r(w0 u[t-2] + w1 u[t-1] + w2 u[t])), u = r(B x). Grid [tiles of rows, channels in blocks of 256].
@@ -61,11 +88,18 @@ def short_conv(bcx, weight, ring, layer, slots, positions, row_segment, seg_star
         return
     start = cuda.blockIdx.x * tile
     stop = min(start + tile, rows)
+    w0, w1, w2 = weight[word], weight[half + word], weight[2 * half + word]
+    if (
+        tile == TILE
+        and start >= 2
+        and start + TILE <= rows
+        and inner_tile(bcx, w0, w1, w2, start, half, word, row_segment, seg_start, seg_slot, out)
+    ):
+        return
     if start > 0 and seg_start[row_segment[start]] == start - 1:
         start += 1
     if stop < rows and stop > 0 and seg_start[row_segment[stop]] == stop - 1:
         stop += 1
-    w0, w1, w2 = weight[word], weight[half + word], weight[2 * half + word]
     u1, u2 = np.uint32(0), np.uint32(0)
     for row in range(start, stop):
         segment = row_segment[row]

@@ -67,19 +67,21 @@ def copy_runs(source, target, plan):
 def conv_taps(bcx, ring, layer, layers, slots, positions, row_segment, seg_start, seg_slot, rows, hidden, taps):
     """The convolution's inputs of each of `rows` and of the position before it, to taps [taps, layers, 2, hidden].
 
-    bf16 in pairs; runs before `short_conv`, which overwrites the ring. Grid [taps].
+    bf16 in pairs; runs before `short_conv`, which overwrites the ring. Grid [taps, channels in blocks of 512].
     """
     let_next_start()
     wait_for_earlier()
     half = hidden >> 1
+    word = cuda.blockIdx.y * THREADS + cuda.threadIdx.x
+    if word >= half:
+        return
     row = rows[cuda.blockIdx.x]
     segment = row_segment[row]
     first, position = seg_start[segment], positions[row]
     ring_at = (np.int64(layer) * slots + seg_slot[segment]) * 32 * half
-    out = (np.int64(cuda.blockIdx.x) * layers + layer) * hidden
-    for word in range(cuda.threadIdx.x, half, THREADS):
-        taps[out + word] = earlier_input(bcx, row, 1, first, position, ring, ring_at, half, word)
-        taps[out + half + word] = gated_input(bcx, row, half, word)
+    out = (np.int64(cuda.blockIdx.x) * layers + layer) * hidden + word
+    taps[out] = earlier_input(bcx, row, 1, first, position, ring, ring_at, half, word)
+    taps[out + half] = gated_input(bcx, row, half, word)
 
 
 @kernel("i32* i32 u8*", threads=THREADS)

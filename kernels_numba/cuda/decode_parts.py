@@ -1,5 +1,5 @@
-"""What a block of a few-row product computes: tensor-core steps in ascending k, the sum over experts and the norm of
-one row, the short convolution of finished channels."""
+"""What a block of a few-row product computes: rounds, tensor-core steps in ascending k, the sum over experts and the
+norm of one row, the short convolution of finished channels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from ..batch import RING_ROWS
 from .conv import filtered, product_pair
 from .functions import ZERO, pack
 from .norm import norm_pair, row_scale, square_sum
+from .products import find_expert, table_groups, table_start
 from .ptx import (
     dependency_wait,
+    divide,
     group_sync,
     ldmatrix_x2,
     ldmatrix_x4,
@@ -34,6 +36,36 @@ SUM_DEPTH = 8 * SUM_THREADS
 """Longest row that a block sums and norms by itself."""
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
+
+
+@device
+def advance(slot, parity, stages):
+    """The next slot of the ring and the parity of its phase."""
+    slot = i32(slot + i32(1))
+    if slot == stages:
+        return i32(0), u32(parity ^ u32(1))
+    return slot, parity
+
+
+@device
+def round_units(unit, stop, most, units, tile):
+    """How many units the round that begins at `unit`, a group's `tile`, takes: a group's rounds are about equal."""
+    left = min(i32(stop - unit), i32(units - tile))
+    rounds = i32(divide(u32(i32(left + most) - i32(1)), u32(most)))
+    return i32(divide(u32(i32(left + rounds) - i32(1)), u32(rounds)))
+
+
+@device
+def round_of(unit, stop, most, units, rows, group_rows, grouped, table, experts):
+    """The round that begins at `unit`: units taken, the first one's tile, the expert, and its rows [first, last)."""
+    group = i32(divide(u32(unit), u32(units)))
+    tile = i32(unit - i32(group * units))
+    taken = round_units(unit, stop, most, units, tile)
+    if not grouped:
+        return taken, tile, i32(0), i32(group * group_rows), rows
+    expert = find_expert(table, experts, group, i32(1))
+    first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * group_rows))
+    return taken, tile, expert, first, table_start(table, i32(expert + i32(1)))
 
 
 @device

@@ -17,6 +17,7 @@ from .compiler import BULK, Kernel, kernel
 from .decode_parts import (
     SUM_DEPTH,
     SUM_THREADS,
+    advance,
     conv_inputs,
     conv_output,
     fetch_8,
@@ -27,6 +28,7 @@ from .decode_parts import (
     multiply_16,
     pairs_8,
     pairs_16,
+    round_of,
     sum_and_norm,
 )
 from .decode_route import CHOICE_BYTES, choose_and_group, no_choices, own_values, pair_row, pair_weight
@@ -37,7 +39,6 @@ from .products import (
     SWIGLU,
     TABLE_BYTES,
     add_pair,
-    find_expert,
     group_table,
     residual_pair,
     row_weight,
@@ -45,7 +46,6 @@ from .products import (
     store_pair,
     swiglu_pair,
     table_groups,
-    table_start,
     with_globals,
 )
 from .ptx import (
@@ -70,7 +70,6 @@ from .ptx import (
     shared_store_32,
     zeros,
 )
-from .scalar import device
 from .unroll import registers, static, unrolled
 
 STAGES = 32
@@ -101,28 +100,6 @@ u32, i32, u64 = np.uint32, np.int32, np.uint64
 
 def stage_bytes(rows: int, warps: int) -> int:
     return warps * UNIT_CHUNK + rows * X_PITCH
-
-
-@device
-def advance(slot, parity, stages):
-    """The next slot of the ring and the parity of its phase."""
-    slot = i32(slot + i32(1))
-    if slot == stages:
-        return i32(0), u32(parity ^ u32(1))
-    return slot, parity
-
-
-@device
-def round_of(unit, stop, most, units, rows, group_rows, grouped, table, experts):
-    """The round that begins at `unit`: units taken, the first one's tile, the expert, and its rows [first, last)."""
-    group = i32(divide(u32(unit), u32(units)))
-    tile = i32(unit - i32(group * units))
-    taken = min(most, i32(stop - unit), i32(units - tile))
-    if not grouped:
-        return taken, tile, i32(0), i32(group * group_rows), rows
-    expert = find_expert(table, experts, group, i32(1))
-    first = i32(table_start(table, expert) + i32(i32(group - table_groups(table, expert)) * group_rows))
-    return taken, tile, expert, first, table_start(table, i32(expert + i32(1)))
 
 
 def _ring(
@@ -199,7 +176,7 @@ def _ring(
         parity = u32(1)
         policy = evict_first()
         ahead = i32(-1)
-        if early == i32(2) and i32(stop - unit) <= most:
+        if early >= i32(2) and i32(stop - unit) <= most:
             ahead = stages  # once the ring is full, the rest of the only round comes to the second-level cache
         left = i32(i32(i32(divide(u32(i32(stop - unit) + most - i32(1)), u32(most))) * chunks) - late)
         if left <= i32(0):
@@ -213,8 +190,11 @@ def _ring(
             for c in range(chunks):
                 part = min(i32(UNIT_CHUNK), i32(unit_bytes - i32(c * UNIT_CHUNK)))
                 full = u32(base + u32(slot) * u32(16))
-                if i32(c) == ahead and lane < copies:
-                    bulk_prefetch(source, u32(unit_bytes - i32(c * UNIT_CHUNK)))
+                if i32(c) == ahead:
+                    if early == i32(3):  # the kernel before may need memory still
+                        dependency_wait()
+                    if lane < copies:
+                        bulk_prefetch(source, u32(unit_bytes - i32(c * UNIT_CHUNK)))
                 barrier_wait(u32(full + u32(8)), parity)
                 if lane == i32(0):
                     barrier_expect(full, u32(copies * part))
@@ -478,35 +458,30 @@ RING_PRODUCTS = {
 
 RING_EXPERTS = {
     rows: _make(
-        rows,
-        "ring_experts",
-        CHOICE_ARGUMENTS,
-        CHOICE_RING,
-        CHOICE=1,
-        row_segment=0,
-        seg_slot=0,
+        rows, "ring_experts", CHOICE_ARGUMENTS, CHOICE_RING, CHOICE=1, row_segment=0, seg_slot=0,
         **_without(_GROUPED, _CONVOLVES, _SUMS),
     )
     for rows in (8, 16)
-}
+}  # fmt: skip
 """Experts' products of a decode round: each block chooses and groups for itself, from the router's logits."""
 
-_CONV = {"CONV": 1, "mode": PLAIN, "experts": 1, "expert_bytes": 0, "out_row": 0, "columns": 0, "early": 2}
+_CONV = {"CONV": 1, "mode": PLAIN, "experts": 1, "expert_bytes": 0, "out_row": 0, "columns": 0}
 
 RING_CONVS = {
     rows: _make(
-        rows, "ring_conv", CONV_ARGUMENTS, conv_ring(rows), top_k=0, **_CONV, **_without(_GROUPED, _CHOOSES, _SUMS)
+        rows, "ring_conv", CONV_ARGUMENTS, conv_ring(rows), top_k=0, early=3 if rows <= 16 else 2, **_CONV,
+        **_without(_GROUPED, _CHOOSES, _SUMS),
     )
     for rows in SHAPES
 }  # fmt: skip
 """A convolution layer's first product and its short convolution, for up to so many rows: units of B, C and x that are
 the same channels meet in one block."""
 
-_ONE_ROW = {"SUM": 1, "rows": 1, "x": 0, "x_row": 0}
+_ONE_ROW = {"SUM": 1, "rows": 1, "x": 0, "x_row": 0, "early": 2}
 
 RING_SUMS = {
     1: _make(
-        8, "ring_sum", SUM_ARGUMENTS, RING + SUM_BYTES, LINE=RING, mode=PLAIN, experts=1, expert_bytes=0, early=2,
+        8, "ring_sum", SUM_ARGUMENTS, RING + SUM_BYTES, LINE=RING, mode=PLAIN, experts=1, expert_bytes=0,
         row_segment=0, seg_slot=0, **_ONE_ROW, **_without(_GROUPED, _CHOOSES, _CONVOLVES),
     )
 }  # fmt: skip

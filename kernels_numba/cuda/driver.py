@@ -11,8 +11,7 @@ import logging
 import math
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -261,51 +260,45 @@ class PinnedBuffer:
 
 
 class Staging:
-    """A ring of pinned buffers: host bytes are copied in while earlier ones travel to the GPU.
+    """A ring of pinned buffers on their way to the GPU: some are filled while earlier ones travel.
 
-    `slots` yields (uint8 array, send) pairs without end; fill the array, then send(destination address, bytes).
+    Buffers are sent in the order in which they were taken; no more can be taken than the ring has.
     """
 
-    def __init__(self, device: Device, buffers: int = 4, nbytes: int = 32 << 20) -> None:
-        self._device = device
-        self._buffers = [PinnedBuffer(nbytes) for _ in range(buffers)]
-        self._events = [device.event() for _ in range(buffers)]
-        self._used = [False] * buffers
-        self._next = 0
+    def __init__(self, device: Device, buffers: int, nbytes: int) -> None:
+        self._buffers: list[PinnedBuffer] = []
         self.stream = device.stream()
-        self.nbytes = nbytes
+        self._taken = self._sent = 0
+        try:
+            for _ in range(buffers):
+                self._buffers.append(PinnedBuffer(nbytes))
+            self._events = [device.event(timing=False) for _ in range(buffers)]
+        except CudaError:
+            self.close()
+            raise
 
-    @contextmanager
-    def slot(self) -> Iterator[np.ndarray]:
-        """The next free buffer as uint8, to be filled and passed to `send` inside the block."""
-        index = self._next
-        if self._used[index]:
+    def take(self) -> np.ndarray:
+        """The next buffer as uint8, once what it held before has been copied."""
+        index, free = self._taken % len(self._buffers), len(self._buffers) - (self._taken - self._sent)
+        if not free:
+            raise ValueError(f"all {len(self._buffers)} buffers are taken and none was sent")
+        if self._taken >= len(self._buffers):
             self._events[index].synchronize()
-        yield self._buffers[index].array
-        self._events[index].record(self.stream)
-        self._used[index] = True
-        self._next = (index + 1) % len(self._buffers)
+        self._taken += 1
+        return self._buffers[index].array
 
     def send(self, destination: int, nbytes: int) -> None:
-        """Queue the copy of the current buffer's first bytes to a device address."""
-        call("cuMemcpyHtoDAsync", destination, self._buffers[self._next].pointer, nbytes, self.stream.handle)
-
-    def upload(self, destination: DeviceArray, source: np.ndarray) -> None:
-        """Copy a host array to the GPU in pieces; `finish` waits for it."""
-        data = np.ascontiguousarray(source).reshape(-1).view(np.uint8)
-        if data.nbytes != destination.nbytes:
-            raise ValueError(f"{data.nbytes} bytes for an array of {destination.nbytes}")
-        for start in range(0, data.nbytes, self.nbytes):
-            part = data[start : start + self.nbytes]
-            with self.slot() as buffer:
-                buffer[: part.nbytes] = part
-                self.send(destination.pointer + start, part.nbytes)
-
-    def finish(self) -> None:
-        self.stream.synchronize()
+        """Queue the copy of the first bytes of the buffer that was taken longest ago to a device address."""
+        if self._sent == self._taken:
+            raise ValueError("no buffer is taken")
+        index = self._sent % len(self._buffers)
+        call("cuMemcpyHtoDAsync", destination, self._buffers[index].pointer, nbytes, self.stream.handle)
+        self._events[index].record(self.stream)
+        self._sent += 1
 
     def close(self) -> None:
-        self.finish()
+        """Wait for what was sent, and let go of the memory."""
+        self.stream.synchronize()
         for buffer in self._buffers:
             buffer.free()
         self._buffers = []
@@ -409,13 +402,15 @@ class Device:
         return array
 
     def write(self, destination: DeviceArray, host: np.ndarray, stream: Stream | None = None) -> None:
-        """Copy a host array over a device array. With a stream it is queued, and `host` must be pinned and kept."""
+        """Copy a host array over a device array, and wait; with a stream it is queued, and `host` must be pinned and
+        kept."""
         host = np.ascontiguousarray(host)
         if host.nbytes != destination.nbytes:
             raise ValueError(f"{host.nbytes} bytes for an array of {destination.nbytes}")
         self.make_current()
         if stream is None:
             call("cuMemcpyHtoD", destination.pointer, host.ctypes.data, host.nbytes)
+            call("cuStreamSynchronize", 0)  # it returns while the last bytes travel, and our streams don't wait for it
         else:
             call("cuMemcpyHtoDAsync", destination.pointer, host.ctypes.data, host.nbytes, stream.handle)
 
@@ -436,10 +431,11 @@ class Device:
         call("cuMemcpyDtoDAsync", destination, source, nbytes, stream.handle)
 
     def fill(self, array: DeviceArray, byte: int, stream: Stream | None = None) -> None:
-        """Set every byte of an array."""
+        """Set every byte of an array, and wait; with a stream it is queued."""
         self.make_current()
         if stream is None:
             call("cuMemsetD8", array.pointer, byte, array.nbytes)
+            call("cuStreamSynchronize", 0)  # it is only queued, and our streams don't wait for it
         else:
             call("cuMemsetD8Async", array.pointer, byte, array.nbytes, stream.handle)
 

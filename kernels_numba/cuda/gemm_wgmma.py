@@ -71,7 +71,7 @@ HEAD = 2048  # barriers, group table, and what aligns the ring
 SHARED = {256: 4, 128: 6, 64: 8}
 """Stages by columns of a tile."""
 
-COLUMNS = STAGES = STAGE_BYTES = 0  # of each version, put in by `unrolled`
+COLUMNS = STAGES = STAGE_BYTES = AT_ONCE = 0  # of each version, put in by `unrolled`
 multiply = zero = epilogue = None  # the same, put in by _make
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
@@ -94,13 +94,10 @@ def transpose_quad(a, b, c, d, lane):
 
 
 @device
-def finish_four(out, out_row, columns, mode, extra, row, last, column, a, b, c, d, weight):
+def finish_four(out, out_row, columns, mode, row, last, column, a, b, c, d, weight):
     """Epilogue of 8 outputs of a row at a column that is a multiple of 8, as four bf16 pairs."""
     if row < last and column < columns:
-        if mode == RESIDUAL:
-            e = load_128(output_address(extra, out_row, row, column, 2))
-            a, b, c, d = add_pair(a, e[0]), add_pair(b, e[1]), add_pair(c, e[2]), add_pair(d, e[3])
-        elif mode == SCALED:
+        if mode == SCALED:
             a, b, c, d = scale_pair(a, weight), scale_pair(b, weight), scale_pair(c, weight), scale_pair(d, weight)
         if mode == LOGITS:
             at = output_address(out, out_row, row, column, 4)
@@ -121,14 +118,15 @@ def tile_place(number, tiles_m, tiles_n):
     return i32(i32(panel * i32(PANEL)) + i32(rest - i32(column * height))), column
 
 
-def _epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane):
-    """Stores a warp's part of a tile: acc is 16 rows by COLUMNS outputs, `unit` its first unit of weights."""
+def _epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane, weight_0, weight_8):
+    """Stores a warp's part of a tile: acc is 16 rows by COLUMNS outputs, `unit` its first unit of weights. weight_0,
+    weight_8: of this lane's two rows."""
     quarter = i32(lane & i32(3))
     for h in static(2):
         at = i32(row + i32(h * 8))
-        weight = np.float32(0.0)
-        if mode == SCALED and at < last:
-            weight = row_weight(extra, at)
+        weight = weight_0
+        if h == 1:
+            weight = weight_8
         if mode == SWIGLU:
             for g in static(COLUMNS // 64):
                 w = registers(4, u32(0))
@@ -138,7 +136,31 @@ def _epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane):
                     w[i] = swiglu_pair(gate, up)
                 a, b, c, d = transpose_quad(w[0], w[1], w[2], w[3], lane)
                 column = i32(i32(unit + i32(4 * g) + quarter) * i32(8))
-                finish_four(out, out_row, columns, mode, extra, at, last, column, a, b, c, d, weight)
+                finish_four(out, out_row, columns, mode, at, last, column, a, b, c, d, weight)
+        elif mode == RESIDUAL:  # asked for AT_ONCE together: one latency, not one for each
+            words = registers(COLUMNS // 8)
+            for i in static(COLUMNS // 8):
+                words[i] = pack(acc[4 * i + 2 * h], acc[4 * i + 2 * h + 1])
+            for first in static(0, COLUMNS // 32, AT_ONCE):
+                rest = registers(4 * AT_ONCE, u32(0))
+                if at < last:
+                    for j in static(AT_ONCE):
+                        column = i32(i32(unit * i32(16)) + i32(i32(i32(4 * (first + j)) + quarter) * i32(8)))
+                        if column < columns:
+                            r = registers(4)
+                            r = load_128(output_address(extra, out_row, at, column, 2))
+                            for i in static(4):
+                                rest[4 * j + i] = r[i]
+                for j in static(AT_ONCE):
+                    n = registers(4)
+                    for i in static(4):
+                        n[i] = words[4 * (first + j) + i]
+                    a, b, c, d = transpose_quad(n[0], n[1], n[2], n[3], lane)
+                    a, b = add_pair(a, rest[4 * j]), add_pair(b, rest[4 * j + 1])
+                    c, d = add_pair(c, rest[4 * j + 2]), add_pair(d, rest[4 * j + 3])
+                    column = i32(i32(unit * i32(16)) + i32(i32(i32(4 * (first + j)) + quarter) * i32(8)))
+                    if at < last and column < columns:
+                        store_128(output_address(out, out_row, at, column, 2), a, b, c, d)
         else:
             for g in static(COLUMNS // 32):
                 w = registers(4, u32(0))
@@ -146,7 +168,7 @@ def _epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane):
                     w[i] = pack(acc[4 * (4 * g + i) + 2 * h], acc[4 * (4 * g + i) + 2 * h + 1])
                 a, b, c, d = transpose_quad(w[0], w[1], w[2], w[3], lane)
                 column = i32(i32(unit * i32(16)) + i32(i32(i32(4 * g) + quarter) * i32(8)))
-                finish_four(out, out_row, columns, mode, extra, at, last, column, a, b, c, d, weight)
+                finish_four(out, out_row, columns, mode, at, last, column, a, b, c, d, weight)
 
 
 def _gemm(
@@ -235,11 +257,16 @@ def _gemm(
                 if slot == i32(STAGES):
                     slot = i32(0)
                     parity = u32(parity ^ u32(1))
+            row = i32(row + i32(i32(warp & i32(3)) * i32(16)) + i32(lane >> i32(2)))
+            weight_0, weight_8 = np.float32(0.0), np.float32(0.0)
+            if mode == SCALED:  # while the last products run
+                weight_0 = row_weight(extra, min(row, i32(last - i32(1))))
+                weight_8 = row_weight(extra, min(i32(row + i32(8)), i32(last - i32(1))))
             wgmma_wait_0()
             if lane == i32(0):
                 barrier_arrive(freed)
-            row = i32(row + i32(i32(warp & i32(3)) * i32(16)) + i32(lane >> i32(2)))
-            epilogue(acc, out, out_row, columns, mode, extra, row, last, i32(tile_n * i32(COLUMNS // 16)), lane)
+            unit = i32(tile_n * i32(COLUMNS // 16))
+            epilogue(acc, out, out_row, columns, mode, extra, row, last, unit, lane, weight_0, weight_8)
             number = i32(number + i32(cuda.gridDim.x))
     else:
         parity = u32(1)
@@ -334,7 +361,7 @@ def _make(columns: int) -> Kernel:
         unrolled(_gemm, **known),
         multiply=wgmma(columns),
         zero=zeros(columns // 2),
-        epilogue=device(unrolled(_epilogue, COLUMNS=columns)),
+        epilogue=device(unrolled(_epilogue, COLUMNS=columns, AT_ONCE=min(columns // 32, 4))),
     )
     register = kernel(
         ARGUMENTS,

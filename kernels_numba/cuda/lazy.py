@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import norm as _norm
+from . import rope as _rope
 from . import route as _route
 from .driver import DeviceArray
 from .linear import Summed, bind_linear, bind_sum, sum_plan
@@ -77,6 +78,30 @@ class Projected(Activations):
             bind_sum(be.device, plan, summed, weight, out, dependent=be.dependent).run(be.stream)
         else:
             bind_linear(be.device, x.array, weight, out, dependent=be.dependent).run(be.stream)
+
+
+class Queries(Activations):
+    """Queries, and keys and values for the cache, that the attention of few rows takes into its own kernel."""
+
+    __slots__ = ("_backend", "_given", "_owner")
+
+    def __init__(self, backend: DeviceMemory, qkv: Activations, heads: int, *given: Any) -> None:
+        """given: `attention_inputs`' arguments from q_norm to kv_heads."""
+        self._owner = backend.scratch.take((len(qkv), heads * _rope.HEAD), "bf16")
+        super().__init__(self._owner.memory, None)
+        self._backend = backend
+        self._given: Any = (qkv, *given)
+        self.pending = True
+
+    def claim(self) -> tuple[Any, ...]:
+        """What the kernel is given; the caller queues another one for it."""
+        given, self.pending, self._given = self._given, False, None
+        return given  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        given = self.claim()
+        blocks = -(-(given[-2] + 2 * given[-1]) // _rope.WARPS)
+        self._backend.launch(_rope.attention_inputs, (len(self), blocks), _rope.THREADS, *given, self._owner)
 
 
 class ExpertSum(Activations):

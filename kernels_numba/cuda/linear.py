@@ -57,7 +57,8 @@ def ring_plan(
     each = -(-units // grid)
     whole = ring.SECOND if second and rows <= 32 else kernel.dynamic_shared
     room = min(whole, device.shared_bytes) - 128 - kind.start(rows)
-    warps = kind.warps or -(-each // -(-each // ring.SHAPES[kind.rows or rows][0]))
+    most = kind.most[mode != SWIGLU] if kind.most else ring.SHAPES[kind.rows or rows][0]
+    warps = kind.warps or -(-each // -(-each // most))
     stages = min(ring.STAGES, room // kind.stage_bytes(rows, warps))
     while stages < 3 and warps > 1 and not kind.warps:
         warps -= 1
@@ -83,10 +84,15 @@ class RingKind:
     threads: Callable[[int, int], int] = ring.threads
     rows: int = 0
     """of its group, where it isn't their number in `kernels`"""
+    most: tuple[int, int] | None = None
+    """units of a round of gated products and of others, where fewer than a shape's do better"""
 
 
 _PRODUCTS = RingKind(RING_PRODUCTS, lambda rows: ring.RING)
 EXPERTS = RingKind(ring.RING_EXPERTS, lambda rows: ring.CHOICE_RING)
+FEW_ROWS = 32
+FEW_EXPERTS = RingKind(ring.RING_EXPERTS, lambda rows: ring.CHOICE_RING, most=(6, 4))
+"""With up to FEW_ROWS rows: more stages are worth more than more units (LADDER.md)."""
 CONVS = RingKind(ring.RING_CONVS, ring.conv_ring, 3)
 SUMS = RingKind(ring.RING_SUMS, lambda rows: ring.RING + ring.SUM_BYTES, 0, ring.sum_stage_bytes, ring.sum_threads, 8)
 SUM_CONVS = RingKind(

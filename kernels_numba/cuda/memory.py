@@ -8,22 +8,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from ..batch import PAGE_ROWS, RING_ROWS
+from ..weights import put_array
 from . import copies as _copies
 from . import random_weights as _random
 from . import rope as _rope
 from .compiler import Kernel
-from .driver import Device, DeviceArray, Staging
+from .driver import Device, DeviceArray
 from .inputs import Uploads, packed_bytes
-from .pack import PackedWeight, bind_pack, packed_elements
+from .loading import DeviceWeights, stays_on_host
+from .pack import PackedWeight, packed_elements
 from .pieces import ReservedRange
 from .products import BLOCK_K, UNIT
 from .scratch import Activations, Scratch
 
 HEAD = _rope.HEAD
 UPLOAD_BYTES = 4 << 20
+PLAN_BYTES = 256 << 10
+"""of the runs of one `copy`: enough for a state of 128,000 tokens"""
+PLANS = 40
+"""copies that wait for no earlier one: those of sixteen states kept of one step, and some more"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,40 +92,6 @@ class PenaltyTables:
             del owner
 
 
-class HostBuffers:
-    """Arrays on the host whose memory is used again once they are given back."""
-
-    def __init__(self) -> None:
-        self._free: list[NDArray[np.uint8]] = []
-        self._taken: dict[int, NDArray[np.uint8]] = {}  # by address
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks, taken and free."""
-        return sum(block.nbytes for block in (*self._free, *self._taken.values()))
-
-    def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """A C-contiguous array in the smallest free block that holds it."""
-        count = math.prod(shape) * np.dtype(dtype).itemsize
-        self._free.sort(key=lambda block: block.nbytes)
-        index = next((n for n, block in enumerate(self._free) if block.nbytes >= count), None)
-        if index is None:
-            self._free.clear()  # all too small, and together with the new one too much
-        block = np.empty(count, np.uint8) if index is None else self._free.pop(index)
-        self._taken[block.ctypes.data] = block
-        return block[:count].view(dtype).reshape(shape)
-
-    def give_back(self, array: NDArray[Any]) -> None:
-        """The array's memory may be used again; one that didn't come from `take` is left alone."""
-        block = self._taken.pop(array.ctypes.data, None)
-        if block is not None:
-            self._free.append(block)
-
-    def clear(self) -> None:
-        """Let go of all memory."""
-        self._free, self._taken = [], {}
-
-
 class DeviceMemory:
     """One GPU, one stream, scratch memory for a step, and everything that is kept until `close`."""
 
@@ -131,7 +103,7 @@ class DeviceMemory:
         self._tables: PenaltyTables | None = None
         self.scratch = Scratch(self.allocate((scratch_bytes,), "u8"))
         self.uploads = Uploads(self.device, self.stream, UPLOAD_BYTES)
-        self._host = HostBuffers()
+        self._plans = Uploads(self.device, self.stream, PLAN_BYTES, PLANS)
         self.dependent = False
         """whether kernels may start before the one queued before has ended (programmatic dependent launch)"""
 
@@ -177,54 +149,30 @@ class DeviceMemory:
             reserved.close()
         self._owned, self._ranges = {}, {}
         self.uploads.close()
+        self._plans.close()
 
     def read(self, array: Activations | DeviceArray) -> NDArray[Any]:
         """An array on the host (bf16 as uint16); waits for it."""
+        given = array.array if isinstance(array, Activations) else array  # queues what was put off
         self.stream.synchronize()
-        return self.device.read(array.array if isinstance(array, Activations) else array)
+        return self.device.read(given)
 
-    def weight_arena(self, nbytes: int) -> HostBuffers:
-        """Host memory that a checkpoint is read into on its way to the device: as much as is on its way at once."""
-        return self._host
+    def weight_sink(self, nbytes: int) -> DeviceWeights:
+        """Takes a checkpoint's weights; see `WeightSink`."""
+        return DeviceWeights(self)
 
-    def upload(self, tensors: Iterable[tuple[str, NDArray[Any]]]) -> dict[str, Any]:
-        """A checkpoint's weights on the device: matrices packed for the products, the rest as they are.
-
-        Each is sent as it comes, and its host memory is used again for those that follow. Norm and convolution weights
-        stay on the host for `norm_weight`.
-        """
-        staging = Staging(self.device)
-        out: dict[str, Any] = {}
-        try:
-            for name, values in tensors:
-                if not isinstance(values, np.ndarray):
-                    out[name] = values  # on the device already
-                    continue
-                if values.dtype == np.float32 or name.endswith("moe.gate"):
-                    out[name] = self.keep(values)
-                elif name.endswith("norm") or name.endswith("conv.weight"):
-                    out[name] = values.copy()
-                else:
-                    out[name] = self._packed(staging, values, gated=name.endswith("w13"))
-                self._host.give_back(values)
-        finally:
-            staging.close()
-            self._host.clear()
+    def upload(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        """Weights as the operations take them: arrays are sent, what is on the device already stays as it is."""
+        out = dict(tensors)
+        sent = [name for name, values in out.items() if isinstance(values, np.ndarray) and not stays_on_host(name)]
+        if sent:
+            with DeviceWeights(self) as sink:
+                for name in sent:
+                    put_array(sink, name, out[name])
+            out |= sink.tensors
         return out
 
-    def _packed(self, staging: Staging, values: NDArray[np.uint16], gated: bool) -> PackedWeight:
-        experts = values.shape[0] if values.ndim == 3 else 1
-        rows, depth = values.shape[-2:]
-        weight = self._room(experts, rows, depth, gated)
-        each = self.device.allocate((rows, depth), "bf16")
-        for expert, matrix in enumerate(values.reshape(experts, rows, depth)):
-            staging.upload(each, matrix)
-            bind_pack(self.device, weight, each, expert).run(staging.stream)
-        staging.finish()
-        self.device.free(each)
-        return weight
-
-    def _room(self, experts: int, rows: int, depth: int, gated: bool) -> PackedWeight:
+    def room_for(self, experts: int, rows: int, depth: int, *, gated: bool) -> PackedWeight:
         """Memory for packed weights; `rows` counts w1's and w3's."""
         outputs = rows // 2 if gated else rows
         memory = self.allocate((packed_elements(outputs, depth, experts, gated),), "bf16")
@@ -234,7 +182,7 @@ class DeviceMemory:
         """Weights of the given names and shapes, as `upload` returns them: normal with deviation 0.02, norms 1, router
         biases 0. Made on the device; shapes that packing pads are made on the host."""
         rng, out = np.random.default_rng(seed), {}
-        staging = Staging(self.device)
+        odd: dict[str, tuple[int, ...]] = {}
         for number, (name, shape) in enumerate(shapes):
             gated, experts = name.endswith("w13"), shape[0] if len(shape) == 3 else 1
             if name.endswith("moe.bias"):
@@ -249,16 +197,18 @@ class DeviceMemory:
             if name.endswith("moe.gate"):
                 memory = out[name] = self.allocate(shape, "bf16")
             elif shape[-1] % BLOCK_K or shape[-2] % UNIT:
-                out[name] = self._packed(
-                    staging, bf16_bits(rng.standard_normal(shape, np.float32) * np.float32(0.02)), gated
-                )
+                odd[name] = shape
                 continue
             else:
-                out[name] = self._room(experts, *shape[-2:], gated)
+                out[name] = self.room_for(experts, *shape[-2:], gated=gated)
                 memory = out[name].data
             blocks = 8 * self.device.multiprocessors
             self.launch(_random.random_normal, blocks, _random.THREADS, memory, memory.size // 8, seed, number, 0.02)
-        staging.close()
+        if odd:
+            with DeviceWeights(self) as sink:
+                for name, shape in odd.items():
+                    put_array(sink, name, bf16_bits(rng.standard_normal(shape, np.float32) * np.float32(0.02)))
+            out |= sink.tensors
         self.stream.synchronize()
         return out
 
@@ -313,7 +263,8 @@ class DeviceMemory:
         """Queue copies of bytes; plan: (offset in source, offset in target, bytes) of each run, multiples of 16."""
         if plan:
             pieces = _copies.in_pieces(np.array(plan, np.int64))
-            runs, owner = self.send(pieces)
+            owner = self.scratch.take((packed_bytes([pieces]),), "u8")
+            [runs] = self._plans.send([pieces], owner.array)
             self.launch(_copies.copy_runs, len(pieces), _copies.COPY_THREADS, source, target, runs)
             del owner
 

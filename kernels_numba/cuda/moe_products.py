@@ -14,7 +14,19 @@ from .driver import Device, DeviceArray, Launch
 from .gemm_mma import MMA_PRODUCTS
 from .gemm_wgmma import WGMMA_PRODUCTS
 from .inputs import DeviceBatch
-from .linear import EXPERTS, Plan, best_wgmma, bind_plan, chosen, mma_plan, ring_plan, wgmma_fits, wgmma_plan
+from .linear import (
+    EXPERTS,
+    FEW_EXPERTS,
+    FEW_ROWS,
+    Plan,
+    best_wgmma,
+    bind_plan,
+    chosen,
+    mma_plan,
+    ring_plan,
+    wgmma_fits,
+    wgmma_plan,
+)
 from .pack import PackedWeight
 from .products import MAXIMUM_EXPERTS, SCALED, SWIGLU
 from .route import MOST_EXPERTS
@@ -120,8 +132,9 @@ def choice_plans(device: Device, rows: int, up: PackedWeight, down: PackedWeight
     size = next((size for size in RING_EXPERTS if size >= 2 * -(-pairs // up.experts)), None)
     if size is None or rows > CHOICE_ROWS or pairs > CHOICE_PAIRS or up.experts > MOST_EXPERTS:
         return None
+    kind = FEW_EXPERTS if rows <= FEW_ROWS else EXPERTS
     found = [
-        ring_plan(device, size, _units(weight, pairs, size), early, mode=mode, kind=EXPERTS)
+        ring_plan(device, size, _units(weight, pairs, size), early, mode=mode, kind=kind)
         for weight, early, mode in ((up, False, SWIGLU), (down, True, SCALED))
     ]
     return None if None in found else found  # type: ignore[return-value]

@@ -42,6 +42,16 @@ class PackedWeight:
         object.__setattr__(self, "expert_bytes", units * -(-self.depth // BLOCK_K) * BLOCK_BYTES)
         object.__setattr__(self, "form", (self.experts, self.outputs, self.depth, self.gated))
 
+    @property
+    def rows(self) -> int:
+        """of one expert as it is stored: a SwiGLU's w1 and w3"""
+        return 2 * self.outputs if self.gated else self.outputs
+
+    @property
+    def padded(self) -> bool:
+        """Whether some of the memory is padding."""
+        return bool(self.rows % UNIT or self.depth % BLOCK_K)
+
     @classmethod
     def allocate(
         cls, device: Device, outputs: int, depth: int, *, experts: int = 1, gated: bool = False
@@ -70,47 +80,46 @@ def packed_elements(outputs: int, depth: int, experts: int = 1, gated: bool = Fa
     return experts * units_of(outputs, gated) * -(-depth // BLOCK_K) * UNIT * BLOCK_K
 
 
-@kernel("u64 u64 i32 i32 i32 i32", threads=THREADS)
-def pack_weights(source, target, rows, depth, blocks_k, gated):
-    """Rows [experts, rows, depth] into units; grid (units, experts). gated: rows are w1's, then as many of w3's."""
-    unit = i32(cuda.blockIdx.x)
-    size = u64(u64(u32(cuda.gridDim.x)) * u64(u32(blocks_k)) * u64(2048))
-    source = u64(source + u64(u32(cuda.blockIdx.y)) * u64(u32(rows)) * u64(u32(depth)) * u64(2))
-    target = u64(target + u64(u32(cuda.blockIdx.y)) * size + u64(u32(unit)) * u64(u32(blocks_k)) * u64(2048))
-    for piece in range(i32(cuda.threadIdx.x), i32(blocks_k * i32(128)), THREADS):
-        piece = i32(piece)
-        # consecutive threads read consecutive pieces of a row
-        at = i32(piece // i32(blocks_k * i32(8)))
-        column = i32(piece - i32(at * i32(blocks_k * i32(8))))
-        row = i32(i32(unit * i32(16)) + at)
-        if gated != i32(0):
-            row = i32(i32(unit * i32(8)) + i32(at & i32(7)))
-            if at >= i32(8):
-                row = i32(row + i32(rows >> i32(1)))
-        a, b, c, d = u32(0), u32(0), u32(0), u32(0)
-        if row < rows and i32(column * i32(8)) < depth:
-            a, b, c, d = load_128(
-                u64(source + u64(u64(u32(row)) * u64(u32(depth)) + u64(u32(column)) * u64(8)) * u64(2))
-            )
-        to = i32(i32(i32(column >> i32(3)) * i32(2048)) + i32(at * i32(128)))
-        to = i32(to + i32(i32(i32(column & i32(7)) ^ i32(at & i32(7))) * i32(16)))
-        store_128(u64(target + u64(u32(to))), a, b, c, d)
+@kernel("u64 u64 i32 i32 i32 i32 i32 i32", threads=THREADS)
+def pack_weights(source, target, first, rows, depth, each, blocks_k, gated):
+    """Rows `first` ... first + rows - 1 [rows, depth] of weights [experts, each, depth], counted over all experts, into
+    their units. gated: an expert's rows are w1's, then as many of w3's. Grid: pieces of 16 bytes, THREADS a block.
+
+    Each row goes where it belongs whatever comes with it, so that weights can be packed as they are read. Padding is
+    not written.
+    """
+    pieces = u32(u32(depth) >> u32(3))
+    piece = u32(u32(cuda.blockIdx.x) * u32(THREADS) + u32(cuda.threadIdx.x))
+    here = u32(piece // pieces)
+    if here >= u32(rows):
+        return
+    column = u32(piece - u32(here * pieces))
+    row = u32(u32(first) + here)
+    expert = u32(row // u32(each))
+    row = u32(row - u32(expert * u32(each)))
+    unit, at = u32(row >> u32(4)), u32(row & u32(15))
+    if gated != i32(0):
+        half = u32(u32(each) >> u32(1))
+        upper = u32(0)
+        if row >= half:
+            row = u32(row - half)
+            upper = u32(8)
+        unit, at = u32(row >> u32(3)), u32(u32(row & u32(7)) + upper)
+    units = u32(u32(u32(each) + u32(15)) >> u32(4))
+    block = u64(u64(u32(u32(expert * units) + unit)) * u64(u32(blocks_k)) + u64(u32(column >> u32(3))))
+    place = u32(u32(at * u32(128)) + u32(u32(u32(column & u32(7)) ^ u32(at & u32(7))) * u32(16)))
+    a, b, c, d = load_128(u64(source + u64(piece) * u64(16)))
+    store_128(u64(target + u64(block * u64(2048)) + u64(place)), a, b, c, d)
 
 
-def bind_pack(device: Device, weight: PackedWeight, source: DeviceArray, first_expert: int = 0) -> Launch:
-    """The launch that packs `source` [experts, rows, depth] or [rows, depth], bf16 as in a checkpoint (a SwiGLU's rows
-    are w1's, then w3's), as experts `first_expert` and on."""
-    experts = source.shape[0] if len(source.shape) == 3 else 1
-    rows = weight.outputs * 2 if weight.gated else weight.outputs
-    if source.shape[-2:] != (rows, weight.depth) or not 0 <= first_expert <= weight.experts - experts:
-        raise ValueError(
-            f"weights {source.shape} for experts {first_expert} on of {weight.experts} x {rows} x {weight.depth}"
-        )
-    blocks_k = -(-weight.depth // BLOCK_K)
-    target = weight.data.pointer + first_expert * weight.expert_bytes
-    return device.function(pack_weights).bind(
-        (weight.units, experts), THREADS, [source, target, rows, weight.depth, blocks_k, int(weight.gated)]
-    )
+def bind_pack(device: Device, weight: PackedWeight, source: DeviceArray, first: int = 0) -> Launch:
+    """The launch that packs `source` [..., depth], bf16 as in a checkpoint: rows `first` and on, counted over all
+    experts (a SwiGLU's rows are w1's, then w3's, of each). Padding must be zero already: `weight.padded`."""
+    each, rows = weight.rows, source.size // weight.depth
+    if source.shape[-1] != weight.depth or not 0 <= first <= first + rows <= weight.experts * each:
+        raise ValueError(f"weights {source.shape} as rows {first} on of {weight.experts} x {each} x {weight.depth}")
+    arguments = [source, weight.data, first, rows, weight.depth, each, -(-weight.depth // BLOCK_K), int(weight.gated)]
+    return device.function(pack_weights).bind(-(-rows * (weight.depth // 8) // THREADS), THREADS, arguments)
 
 
 def pack_on_host(weight: np.ndarray, gated: bool = False) -> np.ndarray:

@@ -156,6 +156,14 @@ barrier_wait = instruction(
     memory=True,
 )
 """barrier_wait(barrier, parity): until the phase of that parity is over; traps instead of hanging [9.7.13.15.16]."""
+barrier_wait_both = instruction(
+    "{ .reg .pred p, q; .reg .u32 n; mov.u32 n, 0; W: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+    "mbarrier.try_wait.parity.shared::cta.b64 q, [$2], $3; and.pred p, p, q; @p bra D; add.u32 n, n, 1; "
+    "setp.lt.u32 p, n, 4000000; @p bra W; trap; D: }",
+    "rrrr",
+    memory=True,
+)
+"""The same for two barriers: both are asked before either is waited for [9.7.13.15.16]."""
 barrier_test = instruction(
     "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }",
     "rr",
@@ -179,6 +187,8 @@ dependents_start = instruction("griddepcontrol.launch_dependents;", "", memory=T
 
 load_32 = instruction("ld.global.u32 $0, [$1];", "l", "r", memory=True)
 """4 bytes [9.7.9.8]."""
+load_64 = instruction("ld.global.v2.u32 {$0,$1}, [$2];", "l", "rr", memory=True)
+"""8 bytes [9.7.9.8]."""
 load_128 = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", "l", "rrrr", memory=True)
 """16 bytes [9.7.9.8]."""
 load_f32 = instruction("ld.global.f32 $0, [$1];", "l", "f", memory=True)
@@ -208,6 +218,38 @@ shared_store_128 = instruction("st.shared.v4.u32 [$0], {$1,$2,$3,$4};", "rrrrr",
 """16 bytes to shared memory [9.7.9.11]."""
 shared_or = instruction("red.shared.or.b32 [$0], $1;", "rr", memory=True)
 """Sets bits of a word in shared memory, whoever else does [9.7.13.7]."""
+shared_load_64 = instruction("ld.shared.u64 $0, [$1];", "r", "l", memory=True)
+"""8 bytes from shared memory [9.7.9.8]."""
+shared_load_128 = instruction("ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "r", "rrrr", memory=True)
+"""16 bytes from shared memory [9.7.9.8]."""
+
+# Words that blocks of one kernel give each other: all ones until they are written. Who reads asks until that is so, and
+# traps instead of hanging
+
+publish_32 = instruction("st.relaxed.gpu.global.u32 [$0], $1;", "lr", memory=True)
+"""4 bytes that blocks of the same kernel wait for [9.7.9.11]."""
+
+
+def _expected(rows: int, words: int) -> Any:
+    registers = [[f"${words * row + word}" for word in range(words)] for row in range(rows)]
+    vector = {1: "u32", 4: "v4.u32"}[words]
+    text = "{ .reg .pred p; .reg .u32 n, m; mov.u32 n, 0; P: "
+    for row, names in enumerate(registers):
+        given = names[0] if words == 1 else "{" + ",".join(names) + "}"
+        text += f"ld.relaxed.gpu.global.{vector} {given}, [${rows * words + row}]; "
+    text += "mov.u32 m, 0; " + "".join(f"max.u32 m, m, {name}; " for names in registers for name in names)
+    text += "setp.ne.u32 p, m, 0xFFFFFFFF; @p bra D; add.u32 n, n, 1; setp.lt.u32 p, n, 4000000; @p bra P; trap; D: }"
+    return instruction(text, "l" * rows, "r" * (rows * words), memory=True)
+
+
+expect_32 = _expected(1, 1)
+"""4 bytes once they are written [9.7.9.8]."""
+expect_128 = _expected(1, 4)
+"""16 bytes once all of them are [9.7.9.8]."""
+expect_4_rows = _expected(4, 4)
+"""16 bytes at each of four addresses once all are [9.7.9.8]."""
+count_round = instruction("red.relaxed.gpu.global.inc.u32 [$0], $1;", "lr", memory=True)
+"""Adds 1 to a word in global memory; what was the second operand becomes 0 [9.7.13.7]."""
 
 # Arithmetic and lanes
 

@@ -13,12 +13,15 @@ from numpy.typing import NDArray
 from ..batch import PAGE_ROWS
 from .compiler import kernel
 from .functions import device, high_half, inverse_rms, low_half, pack, rounded, warp_sum
-from .scalar import add, fma, let_next_start, mul, shuffle_xor, sub, wait_for_earlier
+from .scalar import add, fma, let_next_start, load4, mul, shuffle_xor, store4, sub, wait_for_earlier
+from .unroll import registers, static, unrolled
 
 HEAD = 64
 HALF = HEAD // 2
 THREADS = 256
 WARPS = THREADS // 32
+BLOCK_ROWS = 4  # of a prompt's block
+AT_ONCE = 6  # times four heads that a prompt's warp has under way
 
 
 def rope_tables(theta: float, positions: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -37,16 +40,14 @@ def cache_word(page, position, layer, layers, kind, head, kv_heads, word):
 
 
 @device
-def normed_rotated(pair, lane, weight, eps, cos, sin, position):
-    """A head's values 2 * lane and 2 * lane + 1 after norm and rotation; dim i turns with dim i + 32, 16 lanes away."""
+def turned(pair, w, c, s, lane, eps):
+    """A head's values 2 * lane and 2 * lane + 1 after norm by pair `w` of its weights and rotation by pairs of cos and
+    sin (`turn`'s); dim i turns with dim i + 32, 16 lanes away."""
     low, high = low_half(pair), high_half(pair)
     scale = inverse_rms(warp_sum(fma(high, high, mul(low, low))), np.float32(HEAD), eps)
-    w = weight[lane]
     low = rounded(mul(low_half(w), rounded(mul(low, scale))))
     high = rounded(mul(high_half(w), rounded(mul(high, scale))))
     other_low, other_high = shuffle_xor(low, np.int32(16)), shuffle_xor(high, np.int32(16))
-    at = np.int64(position) * 16 + (lane & 15)
-    c, s = cos[at], sin[at]
     if lane < 16:
         low = sub(rounded(mul(low, low_half(c))), rounded(mul(other_low, low_half(s))))
         high = sub(rounded(mul(high, high_half(c))), rounded(mul(other_high, high_half(s))))
@@ -54,6 +55,21 @@ def normed_rotated(pair, lane, weight, eps, cos, sin, position):
         low = add(rounded(mul(low, low_half(c))), rounded(mul(other_low, low_half(s))))
         high = add(rounded(mul(high, high_half(c))), rounded(mul(other_high, high_half(s))))
     return pack(low, high)
+
+
+@device
+def turn(cos, sin, position, lane):
+    """A lane's cos and sin of a position."""
+    at = np.int64(position) * 16 + (lane & 15)
+    return cos[at], sin[at]
+
+
+@device
+def normed_rotated(pair, lane, weight, eps, cos, sin, position):
+    """`turned` of a head at a position."""
+    w = weight[lane]
+    c, s = turn(cos, sin, position, lane)
+    return turned(pair, w, c, s, lane, eps)
 
 
 @kernel("u32* u32* u32* f32 u32* u32* u32* i32 i32 i32* i32* i32* i32* i32 i32 i32 u32*", threads=THREADS)
@@ -91,3 +107,81 @@ def attention_inputs(
             kind = 0 if head < heads + kv_heads else 1
             target = head - heads - kind * kv_heads
             pool[cache_word(page, position, layer, layers, kind, target, kv_heads, lane)] = word
+
+
+@device
+@unrolled
+def piece_normed_rotated(p: 4, w: 4, c: 4, s: 4, lane, eps):
+    """`normed_rotated` of eight values of a head that eight lanes hold: the sums meet in the same tree, of whose levels
+    the last two lie in a lane."""
+    squares = registers(4)
+    for i in static(4):
+        squares[i] = fma(high_half(p[i]), high_half(p[i]), mul(low_half(p[i]), low_half(p[i])))
+    for mask in (4, 2, 1):
+        for i in static(4):
+            squares[i] = add(squares[i], shuffle_xor(squares[i], np.int32(mask)))
+    total = add(add(squares[0], squares[2]), add(squares[1], squares[3]))
+    scale = inverse_rms(total, np.float32(HEAD), eps)
+    for i in static(4):
+        low = rounded(mul(low_half(w[i]), rounded(mul(low_half(p[i]), scale))))
+        high = rounded(mul(high_half(w[i]), rounded(mul(high_half(p[i]), scale))))
+        other_low, other_high = shuffle_xor(low, np.int32(4)), shuffle_xor(high, np.int32(4))
+        low, high = rounded(mul(low, low_half(c[i]))), rounded(mul(high, high_half(c[i])))
+        other_low, other_high = rounded(mul(other_low, low_half(s[i]))), rounded(mul(other_high, high_half(s[i])))
+        if lane & 4:
+            p[i] = pack(add(low, other_low), add(high, other_high))
+        else:
+            p[i] = pack(sub(low, other_low), sub(high, other_high))
+    return p
+
+
+@kernel("u32* u32* u32* f32 u32* u32* u32* i32 i32 i32* i32* i32* i32* i32 i32 i32 i32 u32*", threads=THREADS)
+@unrolled(AT_ONCE=AT_ONCE)
+def attention_inputs_rows(
+    qkv, q_norm, k_norm, eps, cos, sin, pool, layer, layers, positions, row_segment, seg_slot, page_table, table_width,
+    heads, kv_heads, rows, q,
+):  # fmt: skip
+    """`attention_inputs` for prompts. Grid [rows / 4], 256 threads: two warps take a row, four heads at a time, an
+    eighth of a head a lane; what AT_ONCE times need is asked for together."""
+    let_next_start()
+    wait_for_earlier()
+    lane, warp = np.int32(cuda.threadIdx.x & 31), np.int32(cuda.threadIdx.x >> 5)
+    row = min(np.int32(cuda.blockIdx.x * BLOCK_ROWS + (warp & 3)), np.int32(rows - 1))  # the last one again
+    every = np.int32(heads + 2 * kv_heads)
+    piece, within = np.int32(np.int32(lane & 7) * 4), np.int32(lane >> 3)
+    position = positions[row]
+    slot = seg_slot[row_segment[row]]
+    page = page_table[np.int64(max(slot, 0)) * table_width + (position >> 9)]
+    for first in range(np.int32(warp >> 2) * 4, every, 8 * AT_ONCE):
+        words = registers(4 * AT_ONCE)
+        for n in static(AT_ONCE):
+            head = min(np.int32(first + 8 * n + within), np.int32(every - 1))
+            words[4 * n], words[4 * n + 1], words[4 * n + 2], words[4 * n + 3] = load4(
+                qkv, (np.int64(row) * every + head) * HALF + piece
+            )
+        c = registers(4)
+        s = registers(4)
+        q_weight = registers(4)
+        k_weight = registers(4)
+        c = load4(cos, np.int64(position) * 16 + (piece & 15))
+        s = load4(sin, np.int64(position) * 16 + (piece & 15))
+        q_weight = load4(q_norm, np.int64(piece))
+        k_weight = load4(k_norm, np.int64(piece))
+        for n in static(AT_ONCE):
+            head = np.int32(first + 8 * n + within)
+            w = registers(4)
+            p = registers(4)
+            for i in static(4):
+                w[i] = q_weight[i] if head < heads else k_weight[i]
+                p[i] = words[4 * n + i]
+            p = piece_normed_rotated(p, w, c, s, lane, eps)
+            if head < heads:
+                store4(q, (np.int64(row) * heads + head) * HALF + piece, p)
+            elif head < every and slot >= 0:
+                kind = 0 if head < heads + kv_heads else 1
+                target = head - heads - kind * kv_heads
+                place = cache_word(page, position, layer, layers, kind, target, kv_heads, piece)
+                if kind == 0:
+                    store4(pool, place, p)
+                else:
+                    store4(pool, place, words[4 * n], words[4 * n + 1], words[4 * n + 2], words[4 * n + 3])

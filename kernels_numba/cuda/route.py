@@ -339,10 +339,10 @@ NOTHING = -2  # past the last pair
 
 @device
 @unrolled
-def sixteen(ids, at, last):
-    """ids[at:at + 16] as far as `last`, then NOTHING; `at` is a multiple of 4."""
-    found = registers(16, NOTHING)
-    for j in static(4):
+def some_ids(ids, at, last):
+    """ids[at:at + 32] as far as `last`, then NOTHING; `at` is a multiple of 4."""
+    found = registers(32, NOTHING)
+    for j in static(8):
         if at + 4 * j + 4 <= last:
             a, b, c, d = load4(ids, np.int64(at + 4 * j))
             found[4 * j], found[4 * j + 1], found[4 * j + 2] = np.int32(a), np.int32(b), np.int32(c)
@@ -372,10 +372,10 @@ def group_rows(ids, weights, rows, top_k, experts, starts, pair_row, pair_weight
     first, last = min(np.int32(thread * share), pairs), min(np.int32(np.int32(thread + 1) * share), pairs)
     lower = np.int32(0)
     equal = np.int32(0)
-    for at in range(first, last, 16):
-        expert = registers(16)
-        expert = sixteen(ids, np.int32(at), last)
-        for i in static(16):
+    for at in range(first, last, 32):
+        expert = registers(32)
+        expert = some_ids(ids, np.int32(at), last)
+        for i in static(32):
             if expert[i] >= 0 and expert[i] < e:
                 lower = np.int32(lower + np.int32(1))
             if expert[i] == e:
@@ -395,17 +395,21 @@ def group_rows(ids, weights, rows, top_k, experts, starts, pair_row, pair_weight
         stride *= 2
     start = counts[GROUP_THREADS - 1]
     target = np.int32(start + mine[thread] - equal)
-    for at in range(first, last, 16):
-        expert = registers(16)
-        expert = sixteen(ids, np.int32(at), last)
-        for i in static(16):
+    for at in range(first, last, 32):
+        expert = registers(32)
+        expert = some_ids(ids, np.int32(at), last)
+        for i in static(32):
             if expert[i] == e:
-                pair_row[target] = np.int32(np.int32(at) + np.int32(i)) // top_k
-                pair_weight[target] = weights[at + i]
+                pair_row[target] = np.int32(np.int32(at) + np.int32(i))  # which pair, until all are found
                 place[at + i] = target
                 target = np.int32(target + np.int32(1))
             elif e == 0 and expert[i] == NOBODY:
                 place[at + i] = NOBODY
+    cuda.syncthreads()
+    for at in range(start + thread, start + mine[GROUP_THREADS - 1], GROUP_THREADS):
+        pair = pair_row[at]
+        pair_row[at] = pair // top_k
+        pair_weight[at] = weights[pair]
     if thread == 0:
         starts[e] = start
         if e == experts - 1:

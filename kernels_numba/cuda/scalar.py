@@ -75,6 +75,15 @@ def address_of(array_type: Any, context: Any, builder: Any, array: Any, index: A
     return builder.ptrtoint(builder.gep(data, [index]), ir.IntType(64))
 
 
+def _load_1(typingctx: Any, array: Any, index: Any) -> Any:
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        at = address_of(sig.args[0], context, builder, args[0], args[1])
+        kind = ir.FunctionType(ir.IntType(32), [ir.IntType(64)])
+        return builder.call(ir.InlineAsm(kind, "ld.global.u32 $0, [$1];", "=r,l,~{memory}", side_effect=True), [at])
+
+    return types.uint32(array, types.int64), codegen
+
+
 def _loads_4(space: str) -> Any:
     def op(typingctx, array, index):
         def codegen(context, builder, sig, args):
@@ -129,6 +138,9 @@ def _simulated() -> dict[str, Any]:
             return np.uint16(0x7FFF)
         bits = int(f32(x).view(u32))
         return np.uint16((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+    def load1(array: Any, index: Any) -> Any:
+        return u32(array[int(index)])
 
     def load4(array: Any, index: Any) -> Any:
         return tuple(u32(array[int(index) + i]) for i in range(4))
@@ -228,6 +240,7 @@ def _simulated() -> dict[str, Any]:
         "shuffle_xor": shuffle_xor,
         "mma": mma,
         "atomic_add": atomic_add,
+        "load1": load1,
         "load4": load4,
         "store4": store4,
         "load4_shared": load4,
@@ -266,6 +279,8 @@ ballot = instruction(
 give_up = instruction("trap;", "", memory=True)  # ends the kernel with an error [9.7.20.6]
 let_next_start = instruction("griddepcontrol.launch_dependents;", "", memory=True)
 wait_for_earlier = instruction("griddepcontrol.wait;", "", memory=True)
+# 4 bytes at array[index] (uint32) in global memory, asked for where it stands and not where it is used [9.7.9.8]
+load1 = intrinsic(_load_1)
 # 16 bytes at array[index:index + 4] (uint32, 16-byte aligned) in global memory, and in a shared array [9.7.9.8,
 # 9.7.9.11]
 load4, store4 = _loads_4(".global"), _stores_4(".global")

@@ -131,6 +131,33 @@ def law(
 
 
 @app.command()
+def kernels(
+    model: ModelOption = "lfm2-350m",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+    rows: Annotated[
+        str, typer.Option(help="Numbers of rows that are checked.")
+    ] = "1,15,16,17,31,33,63,65,127,129,500,512,513",
+    timed: Annotated[str, typer.Option(help="Numbers of rows that are timed.")] = "1,8,64,512",
+    every: Annotated[
+        bool, typer.Option("--every", help="On a GPU: time every kernel that can compute a product.")
+    ] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are taken of so many.")] = 7,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the random inputs (default: fresh ones).")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Each operation's kernels against NumPy and each other, and their times. Exit code 1 where a check fails."""
+    from lfm2serve.bench.kernels import measure
+    from lfm2serve.dummy import shape
+
+    report = measure(
+        shape(_shape_name(model)), model, _options(device, threads), rows=_numbers(rows, "--rows"),
+        timed=_numbers(timed, "--timed"), repeats=repeats, every=every, seed=seed,
+    )  # fmt: skip
+    _print_receipt(report, as_json, ": kernels on random inputs")
+
+
+@app.command()
 def chat(
     model: Annotated[str, typer.Argument(help='"demo", a checkpoint directory, a hub id, or a shape.')] = "demo",
     device: DeviceOption = "auto",

@@ -1,8 +1,9 @@
 """Clients of a server, in a process of their own: `python -m lfm2serve.bench.clients WHAT URL NUMBER TOKENS`.
 
-URL is an endpoint's, of chats or completions. stream: all at once, each reads its streamed reply to the end. vanish:
-each begins a reply and breaks the connection off. Prints one JSON object. Only the standard library, and no more work a
-chunk than reading it: what is measured is the server.
+URL is an endpoint's, of chats or completions. stream: all connect, then all ask, and each reads its streamed reply to
+the end. vanish: each begins a reply and breaks the connection off. Prints one JSON object; `seconds` begin with the
+first request, not with this process. Only the standard library, and no more work a chunk than reading it: what is
+measured is the server.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -18,8 +20,13 @@ AT_ONCE = 100  # connections that vanish are open together
 END = b"data: [DONE]\n\n"
 
 
+def story(number: int) -> str:
+    """What client `number` asks for."""
+    return f"Tell me the story number {number}."
+
+
 def _request(url: SplitResult, tokens: int, number: int) -> bytes:
-    text = f"Tell me the story number {number}."
+    text = story(number)
     asked: Any = {"messages": [{"role": "user", "content": text}]} if "/chat/" in url.path else {"prompt": text}
     body = {
         **asked, "stream": True, "stream_options": {"include_usage": True},
@@ -30,10 +37,13 @@ def _request(url: SplitResult, tokens: int, number: int) -> bytes:
     return f"{head}Content-Length: {len(text)}\r\nConnection: close\r\n\r\n{text}".encode()
 
 
-async def _stream(url: SplitResult, tokens: int, number: int) -> tuple[int, int]:
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _stream(connection: Connection, request: bytes, number: int) -> tuple[int, int]:
     """Tokens of the reply, and the chunks that they came in."""
-    reader, writer = await asyncio.open_connection(url.hostname, url.port)
-    writer.write(_request(url, tokens, number))
+    reader, writer = connection
+    writer.write(request)
     chunks, tail = 0, b""
     while piece := await reader.read(1 << 16):
         chunks += piece.count(b"data: ")
@@ -67,7 +77,11 @@ async def run(what: str, url: str, number: int, tokens: int) -> dict[str, Any]:
         free = asyncio.Semaphore(AT_ONCE)
         await asyncio.gather(*(_vanish(parts, tokens, i, free) for i in range(number)))
         return {"seconds": time.monotonic() - started}
-    done = await asyncio.gather(*(_stream(parts, tokens, i) for i in range(number)))
+    open_one = partial(asyncio.open_connection, parts.hostname, parts.port)
+    connections = await asyncio.gather(*(open_one() for _ in range(number)))
+    requests = [_request(parts, tokens, i) for i in range(number)]
+    started = time.monotonic()
+    done = await asyncio.gather(*map(_stream, connections, requests, range(number)))
     seconds = time.monotonic() - started
     return {"seconds": seconds, "tokens": sum(t for t, _ in done), "chunks": sum(c for _, c in done)}
 

@@ -32,6 +32,7 @@ WHAT = ("road", "sock", "turtle", "basket", "shadow", "hat", "lantern", "violin"
 WHERE = ("forest", "bakery", "castle", "market", "valley", "church", "lake", "mountain", "station", "garden")
 NEW_TOKENS = 105  # of a warm turn's prompt: they and the generation prompt are not kept
 LONG_REPLY = 128
+COLD_PAIRS, COLD_S = 24, 6.0  # cold turns with and without keeps: so many, or as many as fit, beyond the repeats
 PRESSED = 8  # long requests on a pool that holds two of them
 
 
@@ -112,25 +113,27 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
 
 
 def _cold(report: ChatReport, runtime: Runtime, length: int, repeats: int) -> None:
-    engine, numbers = runtime.engine, iter(range(100, 10_000))
+    """The same prompt with and without, one right after the other and either of them first: a prompt's tokens, and what
+    the device did just before, change its time by more than keeping does."""
+    engine = runtime.engine
     marks = ((length - 3, Mark.HISTORY), (length - 60, Mark.LAST_USER))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     passes: dict[bool, set[int]] = {True: set(), False: set()}
     _ask(engine, [_ids(runtime, length, 99)], ONE)
-    for run in range(2 * repeats):
-        keeps = (run + run // 2) % 2 == 0
-        engine.clear_prompt_cache()  # pages that were used before: on a CPU the first touch costs more than the copy
-        before = engine.stats().counters.prompt_steps
-        [reply] = _ask(
-            engine, [_ids(runtime, length, next(numbers))], ONE, marks=marks if keeps else None, prompt_cache=keeps
-        )
-        passes[keeps].add(engine.stats().counters.prompt_steps - before)
-        seconds[keeps].append(reply.prompt_s)
+    started, pair = time.perf_counter(), 0
+    while pair < repeats or (pair < COLD_PAIRS and time.perf_counter() - started < COLD_S):
+        ids = _ids(runtime, length, 100 + pair)
+        for keeps in (True, False) if pair % 2 else (False, True):
+            engine.clear_prompt_cache()  # pages that were used before: on a CPU the first touch costs more than a copy
+            before = engine.stats().counters.prompt_steps
+            [reply] = _ask(engine, [ids], ONE, marks=marks if keeps else None, prompt_cache=keeps)
+            passes[keeps].add(engine.stats().counters.prompt_steps - before)
+            seconds[keeps].append(reply.prompt_s)
+        pair += 1
+    more = statistics.median(with_two / none - 1 for with_two, none in zip(*seconds.values(), strict=True))
     with_two, with_none = statistics.median(seconds[True]), statistics.median(seconds[False])
-    beside = f"{1e3 * with_two:.4g} ms against {1e3 * with_none:.4g} ms"
-    report.add(
-        f"cold turn of {length:,} keeping two states, against none", 100 * (with_two / with_none - 1), "%", beside
-    )
+    beside = f"{1e3 * with_two:.4g} ms against {1e3 * with_none:.4g} ms, {pair} pairs"
+    report.add(f"cold turn of {length:,} keeping two states, against none", 100 * more, "%", beside)
     report.expect(passes[True] == passes[False], f"prompt passes with marks {passes[True]}, without {passes[False]}")
     report.add(
         "prompt passes with two marks in the last chunk", max(passes[True]), "", f"{max(passes[False])} with none"

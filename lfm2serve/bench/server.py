@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lfm2serve.bench.chat import ChatReport
+from lfm2serve.bench.clients import story
 from lfm2serve.options import EngineOptions
 from lfm2serve.runtime import Runtime, load_runtime
 from lfm2serve.sampling import SamplingParams
@@ -39,7 +40,11 @@ def measure(
 
 
 def _throughput(report: ChatReport, runtime: Runtime, url: str, clients: int, tokens: int, repeats: int) -> None:
-    """Turn by turn, so that a machine that slows down slows both."""
+    """Turn by turn, so that a machine that slows down slows both.
+
+    Both sides are measured over the same thing: the same texts with the same seeds, so the same tokens by the law,
+    from the first request, which has to be rendered and tokenised, to the last token.
+    """
     _offline(runtime, clients, 8)
     run_clients("stream", url, clients, 8)
     offline, served, chunks, busy = [], [], [], []
@@ -61,17 +66,21 @@ def _throughput(report: ChatReport, runtime: Runtime, url: str, clients: int, to
 def _offline(runtime: Runtime, streams: int, tokens: int) -> float:
     """Tokens a second of the same requests, given to the engine directly."""
     params = runtime.default_params(max_tokens=tokens, ignore_eos=True)
-    messages = [{"role": "user", "content": "Tell me the story number 1."}]
-    prompt = runtime.encode_chat(messages) if runtime.template is not None else runtime.encode_prompt("Once")
     started = time.perf_counter()
     for number in range(streams):
-        _submit(runtime, prompt, params, number)
+        _submit(runtime, params, number)
     runtime.engine.drain()
     return streams * tokens / (time.perf_counter() - started)
 
 
-def _submit(runtime: Runtime, prompt: list[int], params: SamplingParams, seed: int) -> None:
-    runtime.engine.submit(prompt, params, lambda event: None, seed=seed, draft=False, prompt_cache=False)
+def _submit(runtime: Runtime, params: SamplingParams, number: int) -> None:
+    """What client `number` asks for, without HTTP."""
+    text = story(number)
+    if runtime.template is None:
+        prompt = runtime.encode_prompt(text)
+    else:
+        prompt = runtime.encode_chat([{"role": "user", "content": text}])
+    runtime.engine.submit(prompt, params, lambda event: None, seed=number, draft=False, prompt_cache=False)
 
 
 def run_clients(what: str, url: str, number: int, tokens: int) -> dict[str, Any]:

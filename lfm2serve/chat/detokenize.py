@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lfm2serve.chat.tokenizer import Tokenizer
 
@@ -25,9 +25,9 @@ class Detokenizer:
         self._marks = marks or {}
         self._decoder = _utf8("replace")
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Sequence[int]) -> str:
         """The whole characters that are complete now. Bytes that can't be UTF-8 become U+FFFD at once."""
-        if not self._marks:
+        if self._marks.keys().isdisjoint(ids):
             return self._decoder.decode(self._tokenizer.join_bytes(ids, self._skip))
         pieces: list[str] = []
         for token in ids:

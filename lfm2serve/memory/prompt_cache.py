@@ -51,9 +51,9 @@ class KeptState:
     mark: Mark
     runs: tuple[Run, ...]
     conv_rows: int
-    digest: bytes
     last_used: int
     first_input: int
+    digest: bytes = b""
     copied: bool = False
     ready: bool = False
     pins: int = 0
@@ -185,7 +185,7 @@ class PromptCache:
         runs = self.pages.lease(need)
         if runs is None:
             raise LeaseError(f"{need} snapshot pages were made free and can't be leased")
-        state = KeptState(tokens, at, mark, runs, conv_rows, digest(tokens), next(self._clock), max(0, at - conv_rows))
+        state = KeptState(tokens, at, mark, runs, conv_rows, next(self._clock), max(0, at - conv_rows))
         state.lasting = mark not in CHAT_ENDS
         self._states[tokens] = state
         return state
@@ -215,6 +215,7 @@ class PromptCache:
     def complete(self, state: KeptState) -> None:
         """The copy has succeeded: the state can hit, and states of the same chat that it extends are superseded."""
         state.copied = state.ready = True
+        state.digest = digest(state.tokens)  # no sooner: here the device is busy
         self.counters.keeps[state.mark] += 1
         if state.mark in CHAT_ENDS:
             for other in self._states.values():
@@ -234,7 +235,7 @@ class PromptCache:
         if at < 1 or tokens in self._states:
             return False
         del self._states[state.tokens]
-        state.tokens, state.at, state.digest = tokens, at, digest(tokens)
+        state.tokens, state.at = tokens, at
         self._states[tokens] = state
         return True
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REST = 20.0  # of the loop, for each second that it was busy
-LONGEST_REST_S = 0.05
+SHORT_REST_S, LONGEST_REST_S = 0.005, 0.05
+LATE_S = 0.02  # behind a long rest, for the engine to begin a round
 SHUTTING_DOWN = "the server is shutting down; the reply was cancelled"
 
 
@@ -49,23 +53,44 @@ class Bridge:
 
     The events of one turn share one wake-up, and the loop rests for REST times as long as it was busy with the last
     ones; what a reply gained meanwhile becomes one event. With few clients that is nothing; with many it leaves the
-    interpreter to the engine, which would wait for it at every step of a round.
+    interpreter to the engine. Behind a long rest the loop begins again when the engine posts, which it does when its
+    thread is about to leave the interpreter alone for a while.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._posted: deque[tuple[Reply, StreamEvent, float]] = deque()
-        self._awake = False
+        self._awake = False  # `_wake` or `_deliver` will run
         self._rests_until = 0.0
+        self._quiet_until = 0.0  # the end of a long rest, in which a post needn't wake the loop: `_late` will
+        self._late: asyncio.TimerHandle | None = None
         self._busy = time.thread_time()  # of the loop, which makes the bridge; as of the last delivery
+        self._bell: int | None = None
+        if sys.platform == "linux":
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            weakref.finalize(self, os.close, self._bell)
+            loop.add_reader(self._bell, self._heard, self._bell)
 
     def post(self, reply: Reply, event: StreamEvent) -> None:
         """Called on the engine's thread."""
-        self._posted.append((reply, event, time.monotonic()))
-        if not self._awake:
+        now = time.monotonic()
+        self._posted.append((reply, event, now))
+        if not self._awake and now >= self._quiet_until:
             self._awake = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                self.loop.call_soon_threadsafe(self._wake)
+            self._ring()
+
+    def _ring(self) -> None:
+        """Wake the loop. Behind a write to a socket, which is asyncio's way, Linux takes the writer to be done and
+        gives its core to the loop; not so behind an eventfd."""
+        if self._bell is not None:
+            os.eventfd_write(self._bell, 1)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self.loop.call_soon_threadsafe(self._wake)
+
+    def _heard(self, bell: int) -> None:
+        os.eventfd_read(bell)
+        self._wake()
 
     def _wake(self) -> None:
         if time.monotonic() < self._rests_until:
@@ -74,21 +99,29 @@ class Bridge:
             self._deliver()
 
     def _deliver(self) -> None:
-        self._awake = False  # before the reading, so that a later post wakes us again
         busy = time.thread_time()
-        self._rests_until = time.monotonic() + min(LONGEST_REST_S, REST * (busy - self._busy))
+        rest = min(LONGEST_REST_S, REST * (busy - self._busy))
         self._busy = busy
-        gained: dict[Reply, tuple[StreamEvent, float]] = {}
+        self._rests_until = time.monotonic() + rest
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+        if self._posted and rest > SHORT_REST_S:
+            self._quiet_until = self._rests_until
+            self._late = self.loop.call_later(rest + LATE_S, self._deliver)
+        self._awake = False  # before the reading, so that a later post wakes us again
+        gained: dict[Reply, list[tuple[StreamEvent, float]]] = {}
         while self._posted:
             reply, event, at = self._posted.popleft()
-            earlier = gained.get(reply)
-            if earlier is not None and event.finish_reason not in ("error", "abort"):
-                event = _joined(earlier[0], event)
-            elif earlier is not None:
-                self._hand_over(reply, *earlier)
-            gained[reply] = event, at
-        for reply, (event, at) in gained.items():
-            self._hand_over(reply, event, at)
+            gained.setdefault(reply, []).append((event, at))
+        for reply, posted in gained.items():
+            last, at = posted[-1]
+            if len(posted) > 1 and last.finish_reason in ("error", "abort"):
+                posted.pop()
+                self._hand_over(reply, _joined([event for event, _ in posted]), posted[-1][1])
+            elif len(posted) > 1:
+                last = _joined([event for event, _ in posted])
+            self._hand_over(reply, last, at)
 
     def _hand_over(self, reply: Reply, event: StreamEvent, at: float) -> None:
         try:
@@ -98,13 +131,18 @@ class Bridge:
             reply.group.fail(error)
 
 
-def _joined(first: StreamEvent, then: StreamEvent) -> StreamEvent:
-    """Two events of one stream as one."""
-    logprobs = None
-    if first.logprobs is not None or then.logprobs is not None:
-        logprobs = [*(first.logprobs or ()), *(then.logprobs or ())]
-    scored = first.prompt_logprobs if then.prompt_logprobs is None else then.prompt_logprobs
-    return replace(then, tokens=first.tokens + then.tokens, logprobs=logprobs, prompt_logprobs=scored)
+def _joined(events: Sequence[StreamEvent]) -> StreamEvent:
+    """The events of one stream as one."""
+    last, logprobs, scored = events[-1], None, None
+    tokens: list[int] = []
+    for event in events:
+        tokens += event.tokens
+        if event.logprobs is not None:
+            logprobs = event.logprobs if logprobs is None else logprobs + event.logprobs
+        if event.prompt_logprobs is not None:
+            scored = event.prompt_logprobs
+    ended = last.finish_reason, last.stop_reason, last.error
+    return StreamEvent(last.stream_id, last.metrics, tokens, logprobs, scored, *ended)
 
 
 class Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import threading
@@ -18,6 +19,7 @@ from lfm2serve.server.answer import ServerState
 KEEP_ALIVE_S = 75  # of idle connections; longer than clients keep theirs, so that they never write to a closed one
 SERVING = "lfm2serve-http"  # the thread of `serving`
 LAST_WORDS_S = 5  # for replies that were cut short to reach their clients
+NEW_OBJECTS = 20_000  # that the garbage collector waits for; a burst of events is some thousand
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -61,6 +63,21 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Keep the garbage collector, which stops every thread, from what lives as long as the process (a look at all of it
+    takes some 100 ms), and from looking at events that are gone before they could be garbage."""
+    before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
 def run(
     app: Starlette,
     host: str = "127.0.0.1",
@@ -96,7 +113,8 @@ def run(
             on_ready(url)
         await serving
 
-    asyncio.run(serve())
+    with rare_collections():
+        asyncio.run(serve())
 
 
 @contextmanager
@@ -108,9 +126,10 @@ def serving(app: Starlette, host: str = "127.0.0.1") -> Iterator[str]:
     listener = listen(host, 0)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=SERVING)
-    thread.start()
-    try:
-        yield f"http://{host}:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with rare_collections():
+        thread.start()
+        try:
+            yield f"http://{host}:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

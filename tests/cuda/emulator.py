@@ -7,6 +7,7 @@ that deadlock, not races. Memory is one bytearray; addresses of global and share
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FunctionType, SimpleNamespace
@@ -135,26 +136,32 @@ class Emulator:
         self.memory = Memory(size)
         self._shared = shared
         self._here = threading.local()
+        self._counting = threading.Lock()
         self._made: dict[int, Any] = {}
         self._operations = self._intrinsics()
         self.quads: dict[int, Group] = {}
 
-    def launch(self, function: Callable[..., None], grid: int, threads: int, arguments: list[Any]) -> None:
+    def launch(
+        self, function: Callable[..., None], grid: int, threads: int, arguments: list[Any], together: bool = False
+    ) -> None:
+        """together: all blocks at once, for those that wait for each other."""
         kernel = self._translate(function)
-        for index in range(grid):
-            block = Block(self.memory, Memory(self._shared), threads)
+        for indices in [range(grid)] if together else [[index] for index in range(grid)]:
+            blocks = [Block(self.memory, Memory(self._shared), threads) for _ in indices]
             self.quads = {i: Group(4 * WARP) for i in range(threads // WARP // 4)}
             workers = [
                 threading.Thread(target=self._thread, args=(kernel, block, index, grid, t, arguments))
+                for block, index in zip(blocks, indices, strict=True)
                 for t in range(threads)
             ]
             for worker in workers:
                 worker.start()
             for worker in workers:
                 worker.join()
-            if block.failed:
-                real = [e for e in block.failed if not isinstance(e, threading.BrokenBarrierError)]
-                raise (real or block.failed)[0]
+            failed = [error for block in blocks for error in block.failed]
+            if failed:
+                real = [e for e in failed if not isinstance(e, threading.BrokenBarrierError)]
+                raise (real or failed)[0]
 
     def _thread(self, kernel: Any, block: Block, index: int, grid: int, thread: int, arguments: list[Any]) -> None:
         here = self._here
@@ -260,6 +267,26 @@ class Emulator:
             assert int(to) % 16 == 0 and int(source) % 16 == 0 and int(count) % 16 == 0
             block.shared.view(to, np.uint8, int(count))[:] = block.memory.view(source, np.uint8, int(count))
 
+        def copy_or_zero(to: Any, source: Any, count: Any) -> None:
+            if int(count):
+                copy_in(to, source, 16)
+            else:
+                here.block.shared.view(to, np.uint8, 16)[:] = 0
+
+        def transposed(values: list[Any]) -> list[Any]:
+            out = []
+            for lane in range(WARP):
+                column, row = lane // 4, 2 * (lane % 4)
+                words = []
+                for m in range(4):
+                    low, high = (
+                        int(here.block.shared.view(int(values[8 * m + row + i][0]) + 2 * column, np.uint16)[0])
+                        for i in range(2)
+                    )
+                    words.append(u32(low | high << 16))
+                out.append(tuple(words))
+            return out
+
         def bulk(to: Any, source: Any, count: Any, barrier: Any, *_: Any) -> None:
             copy_in(to, source, count)
             change(barrier, 0, -int(count))
@@ -311,6 +338,29 @@ class Emulator:
             with here.block.changed:
                 here.block.shared.view(address, np.uint32)[0] |= value
 
+        def expect(count: int) -> Callable[..., Any]:
+            """`count` words at each address, once none is all ones."""
+
+            def run(*addresses: Any) -> Any:
+                until = time.monotonic() + 60
+                while True:
+                    values = [v for at in addresses for v in here.block.memory.view(at, np.uint32, count).copy()]
+                    if all(v != 0xFFFFFFFF for v in values):
+                        return values[0] if len(values) == 1 else tuple(values)
+                    if here.block.failed or time.monotonic() > until:
+                        raise TimeoutError(f"thread {here.thread} of block {here.index} waits for {addresses}")
+                    time.sleep(0.001)
+
+            return run
+
+        def count_round(address: Any, last: Any) -> None:
+            with self._counting:
+                word = here.block.memory.view(address, np.uint32)
+                word[0] = 0 if word[0] >= last else word[0] + 1
+
+        def from_lane(x: Any, lane: Any) -> Any:
+            return here.warp.exchange(here.lane, (x, int(lane)), lambda v: [v[at][0] for _, at in v])
+
         def nothing(*_: Any) -> None:
             return None
 
@@ -318,6 +368,8 @@ class Emulator:
             ptx.mma: collective(multiply),
             ptx.ldmatrix_x4: collective(matrices(4)),
             ptx.ldmatrix_x2: collective(matrices(2)),
+            ptx.ldmatrix_x4_transposed: collective(transposed),
+            ptx.cp_async_16_or_zero: copy_or_zero,
             ptx.shuffle_xor_32: lambda x, i: here.warp.exchange(
                 here.lane, x, lambda v: [v[n ^ int(i)] for n in range(WARP)]
             ),
@@ -327,8 +379,8 @@ class Emulator:
             ptx.shuffle_up: lambda x, i: here.warp.exchange(
                 here.lane, x, lambda v: [v[n - int(i)] if n >= int(i) else v[n] for n in range(WARP)]
             ),
-            ptx.broadcast: lambda x, i: here.warp.exchange(here.lane, x, lambda v: [v[int(i)]] * WARP),
-            ptx.broadcast_f32: lambda x, i: here.warp.exchange(here.lane, x, lambda v: [v[int(i)]] * WARP),
+            ptx.broadcast: from_lane,
+            ptx.broadcast_f32: from_lane,
             scalar.ballot: lambda x: here.warp.exchange(
                 here.lane, x, lambda v: [u32(sum(1 << n for n in range(WARP) if v[n]))] * WARP
             ),
@@ -345,6 +397,7 @@ class Emulator:
             ptx.barrier_expect: lambda barrier, count: change(barrier, 1, int(count)),
             ptx.barrier_arrive: lambda barrier: change(barrier, 1, 0),
             ptx.barrier_wait: wait,
+            ptx.barrier_wait_both: lambda a, p, b, q: (wait(a, p), wait(b, q)),
             ptx.barrier_test: lambda address, parity: u32(here.block.barriers[int(address)].phase % 2 != int(parity)),
             ptx.load_32: load(np.uint32),
             ptx.load_128: load(np.uint32, 4),
@@ -353,6 +406,13 @@ class Emulator:
             ptx.load_fresh_f32: load(np.float32),
             ptx.shared_load_32: lambda address: here.block.shared.view(address, np.uint32)[0],
             ptx.shared_store_32: shared_store_32,
+            ptx.shared_load_64: lambda address: here.block.shared.view(address, np.uint64)[0],
+            ptx.shared_load_128: lambda address: tuple(here.block.shared.view(address, np.uint32, 4)),
+            ptx.publish_32: store(np.uint32),
+            ptx.expect_32: expect(1),
+            ptx.expect_128: expect(4),
+            ptx.expect_4_rows: expect(4),
+            ptx.count_round: count_round,
             ptx.store_16: store(np.uint16),
             ptx.store_32: store(np.uint32),
             ptx.store_128: store(np.uint32),

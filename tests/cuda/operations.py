@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels_numba import reference
 from kernels_numba.batch import FED_BACK, PAGE_ROWS, Batch, SampleRows
 from kernels_numba.cuda import (
     attention,
+    attention_decode,
     attention_ranges,
     attention_wgmma,
     conv,
@@ -21,11 +23,11 @@ from kernels_numba.cuda import (
     norm,
     rope,
     route,
+    route_rows,
     sample,
     sample_parts,
 )
-from tests.kernels import reference
-from tests.kernels.reference import Reference, bf16_bits, round_bf16, widen
+from kernels_numba.reference import Reference, bf16_bits, round_bf16, widen
 
 Run = Callable[..., None]
 Array = NDArray[Any]
@@ -107,12 +109,20 @@ def check_attention_inputs(run: Run, rng: np.random.Generator, heads: int, kv_he
     qkv, q_norm, k_norm = normal(rng, rows, every * 64), normal(rng, 64), normal(rng, 64)
     length = pages.shape[1] * PAGE_ROWS
     cos, sin = rope.rope_tables(1e6, length)
-    q, pool = poisoned(rows * heads * 64), poisoned(pages.size * layers * 2 * kv_heads * PAGE_ROWS * 64)
-    run(
-        rope.attention_inputs, (rows, -(-every // rope.WARPS)), rope.THREADS, pairs(qkv), pairs(q_norm), pairs(k_norm),
-        EPS, pairs(cos), pairs(sin), pool, i32(layer), i32(layers), batch.positions, batch.row_segment, batch.seg_slot,
-        pages.reshape(-1), i32(pages.shape[1]), i32(heads), i32(kv_heads), q,
-    )  # fmt: skip
+    results = []
+    blocks = -(-every // rope.WARPS)
+    for kernel, grid, more in (
+        (rope.attention_inputs, (rows, blocks), []),
+        (rope.attention_inputs_rows, -(-rows // rope.BLOCK_ROWS), [i32(rows)]),
+    ):
+        q, pool = poisoned(rows * heads * 64), poisoned(pages.size * layers * 2 * kv_heads * PAGE_ROWS * 64)
+        run(
+            kernel, grid, rope.THREADS, pairs(qkv), pairs(q_norm), pairs(k_norm), EPS, pairs(cos), pairs(sin), pool,
+            i32(layer), i32(layers), batch.positions, batch.row_segment, batch.seg_slot, pages.reshape(-1),
+            i32(pages.shape[1]), i32(heads), i32(kv_heads), *more, q,
+        )  # fmt: skip
+        results.append((q, pool))
+    assert np.array_equal(q, results[0][0]) and np.array_equal(pool, results[0][1])
     twin, history = Reference("bfloat16"), reference.History({})
     real = len(batch.tokens) - 2
     expected = twin.attention_inputs(
@@ -203,6 +213,14 @@ def check_routing(
         run(norm.rms_norm, rows, norm.THREADS, pairs(h), pairs(w), EPS, i32(hidden), plain)
         assert np.array_equal(x, plain)
         logits = values_of(x, rows, hidden) @ gate.T
+        if rows >= route_rows.MANY_ROWS and experts % route.TILE == 0:
+            many, many_ids, many_weights = poisoned(rows * hidden), np.full_like(ids, 77), np.full_like(weights, np.nan)
+            run(
+                route_rows.norm_route_rows, -(-rows // route_rows.MANY_ROWS), route.ROUTE_THREADS, pairs(h), pairs(w),
+                EPS, many, *arguments, many_ids, many_weights,
+            )  # fmt: skip
+            assert np.array_equal(many, x)
+            assert np.array_equal(many_ids, ids) and np.array_equal(many_weights, weights)
         if blocks > 1:
             assert (starts == -9).all() and (place == -9).all()
         else:
@@ -345,7 +363,7 @@ def attention_by_rows(
         np.array([t[0] for t in tiles], i32), np.array([t[1] for t in tiles], i32), i32(each), start, partial, scale,
         out, shared=way.shared,
     )  # fmt: skip
-    return merged(run, partial, scale, start, rows, heads, out, 32) if each else out
+    return merged(run, partial, scale, start, batch, heads, out, 32) if each else out
 
 
 def planned(run: Run, batch: Batch) -> tuple[NDArray[np.int32], int]:
@@ -359,11 +377,14 @@ def planned(run: Run, batch: Batch) -> tuple[NDArray[np.int32], int]:
 
 
 def merged(
-    run: Run, partial: Array, scale: Array, start: Array, rows: int, heads: int, out: NDArray[np.uint32], at_once: int
-) -> NDArray[np.uint32]:
+    run: Run, partial: Array, scale: Array, start: Array, batch: Batch, heads: int, out: NDArray[np.uint32],
+    at_once: int,
+) -> NDArray[np.uint32]:  # fmt: skip
+    rows = len(batch.tokens)
     run(
         attention_ranges.attention_merge, (rows, heads), attention_ranges.MERGE_THREADS, partial, scale, start,
-        i32(heads), i32(at_once), out, shared=at_once * attention_ranges.MERGE_BYTES,
+        i32(rows), batch.positions, batch.row_segment, batch.seg_slot, i32(heads), i32(at_once), out,
+        shared=at_once * attention_ranges.MERGE_BYTES,
     )  # fmt: skip
     return out
 
@@ -380,7 +401,7 @@ def attention_by_ranges(
         streams.pages.reshape(-1).copy(), i32(streams.pages.shape[1]), i32(rows), start, partial, scale,
         shared=2 * attention.RANGE_BYTES,
     )  # fmt: skip
-    return merged(run, partial, scale, start, rows, heads, poisoned(q.size), at_once)
+    return merged(run, partial, scale, start, batch, heads, poisoned(q.size), at_once)
 
 
 def check_attention(
@@ -414,6 +435,50 @@ def check_attention(
     for way in ways:
         other = attention_by_rows(run, streams, q, batch, group, way.queries // group, way)
         assert np.array_equal(other.reshape(rows, -1)[:-1], words), "pages"
+
+
+def check_attention_decode(
+    run: Run, rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any], blocks: int
+) -> None:
+    """One kernel leaves the bits of two: `attention_inputs`, then `attention_ranges`. segments: (slot, first position,
+    rows); what the cache doesn't hold yet is NaN."""
+    slots, heads = 3, group * kv_heads
+    pages = reference.shuffled_pages(rng, slots, max(p + n for _, p, n in segments))
+    lengths = [max((p for s, p, _ in segments if s == slot), default=0) for slot in range(slots)]
+    streams = Streams(rng, lengths, kv_heads, pages)
+    batch = with_padding(reference.make_batch(segments, slots, pages), 1)
+    rows, every = len(batch.tokens), heads + 2 * kv_heads
+    qkv, q_norm, k_norm = normal(rng, rows, every * 64), normal(rng, 64), normal(rng, 64)
+    cos, sin = rope.rope_tables(1e6, pages.shape[1] * PAGE_ROWS)
+    given = (pairs(qkv), pairs(q_norm), pairs(k_norm), EPS, pairs(cos), pairs(sin))
+    starts = np.cumsum([0, *((batch.positions // 128 + 1) * (batch.seg_slot[batch.row_segment] >= 0))]).astype(i32)
+    layers = (i32(streams.layer), i32(streams.layers))
+    where = (pages.reshape(-1).copy(), i32(pages.shape[1]))
+    results = []
+    for together in (False, True):
+        streams.fill()
+        partial = np.full(starts[-1] * heads * 64, NAN_PAIR, np.uint32)
+        scale = np.full(starts[-1] * heads * 2, np.nan, np.float32)
+        share = (*layers, i32(kv_heads), i32(group), batch.positions, batch.row_segment)
+        if together:
+            run(
+                attention_decode.attention_decode, (blocks, kv_heads), 32, *given, streams.pool, *share,
+                batch.seg_start, batch.seg_slot, *where, i32(rows), partial, scale, shared=attention_decode.SHARED,
+            )  # fmt: skip
+        else:
+            q = poisoned(rows * heads * 64)
+            run(
+                rope.attention_inputs, (rows, -(-every // rope.WARPS)), rope.THREADS, *given, streams.pool, *layers,
+                batch.positions, batch.row_segment, batch.seg_slot, *where, i32(heads), i32(kv_heads), q,
+            )  # fmt: skip
+            run(
+                attention_ranges.attention_ranges, (blocks, kv_heads), 32, q, streams.pool, *share, batch.seg_slot,
+                *where, i32(rows), starts, partial, scale, shared=2 * attention.RANGE_BYTES,
+            )  # fmt: skip
+        assert np.isfinite(partial.view(np.float32)).all()
+        results.append((partial, scale.view(np.uint32), streams.pool.copy()))
+    for alone, both in zip(*results, strict=True):
+        assert np.array_equal(alone, both)
 
 
 def random_controls(rng: np.random.Generator, n: int, width: int, vocab: int) -> SampleRows:

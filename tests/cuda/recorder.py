@@ -12,6 +12,30 @@ from kernels_numba.cuda.driver import DeviceArray
 from kernels_numba.cuda.scratch import Activations
 
 
+class FakeStaging:
+    """Takes the place of `driver.Staging`; `sent` sees what is copied."""
+
+    stream = None
+
+    def __init__(self, device: Any, buffers: int, nbytes: int) -> None:
+        self.free = [np.zeros(nbytes, np.uint8) for _ in range(buffers)]
+        self.taken: list[np.ndarray] = []
+
+    def take(self) -> np.ndarray:
+        self.taken.append(self.free.pop(0))
+        return self.taken[-1]
+
+    def send(self, destination: int, nbytes: int) -> None:
+        self.free.append(self.taken.pop(0))
+        self.sent(destination, self.free[-1][:nbytes])
+
+    def sent(self, destination: int, data: np.ndarray) -> None:
+        pass
+
+    def close(self) -> None:
+        self.free = []
+
+
 class Recorder:
     """Takes the place of `driver.Device`; memory is a range of made-up addresses."""
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kernels_numba.cuda as backend_module
 from kernels_numba.batch import SampleRows
-from kernels_numba.cuda import graph, inputs, memory
+from kernels_numba.cuda import CudaBackend, graph, inputs, loading, memory, sampler
 from kernels_numba.cuda.driver import CudaError, CudaOutOfMemory
 from kernels_numba.cuda.scratch import Scratch
-from tests.cuda.recorder import Recorder
+from lfm2serve.memory.states import TAPS
+from tests.cuda.recorder import FakeStaging, Recorder
 from tests.cuda.test_network import NAMES, SLOTS, Network, greedy
 
 
@@ -33,10 +33,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def call(function: str, *arguments: Any) -> Any:
         device.launched.append(function)
 
-    staging = SimpleNamespace(upload=lambda to, array: None, stream=None, finish=lambda: None, close=lambda: None)
     monkeypatch.setattr(memory, "Device", SimpleNamespace(open=lambda ordinal: device))
-    monkeypatch.setattr(memory, "Staging", lambda device: staging)
-    for module in (backend_module, inputs, graph):
+    monkeypatch.setattr(loading, "Staging", FakeStaging)
+    monkeypatch.setattr(loading, "PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(loading.DeviceWeights, "piece_bytes", 1 << 20)
+    for module in (sampler, inputs, graph):
         monkeypatch.setattr(module, "PinnedBuffer", Pinned)
     for module in (inputs, graph):
         monkeypatch.setattr(module, "call", call)
@@ -78,6 +79,15 @@ def test_steps_queue_what_the_kernels_take_and_keep_no_memory(network: Network, 
         counts = Counter(recorder.launched)
         layers = config.num_hidden_layers
         assert counts["conv_taps"] == (len(config.conv_layers) if taps else 0)
+        decode = max(len(ids) for *_, ids in segments) < 40
+        assert counts["attention_decode"] == (layers - len(config.conv_layers) if decode else 0)
+        assert not (decode and counts["attention_inputs"] + counts["attention_plan"])
+        if counts["run_layers"]:  # one row: the layers from the attention with experts on are one kernel
+            assert segments == [(0, 50, [1])] and counts["run_layers"] == len(network.model.runs.runs) == 1
+            assert not [name for name in counts if "route" in name or "experts" in name]
+            assert counts["rms_norm"] == 6 and counts["ring_conv_8"] == 1 and counts["attention_decode"] == 2
+            continue
+        assert segments != [(0, 50, [1])] or not config.num_experts
         inside = sum(count for name, count in counts.items() if name.startswith(("ring_conv", "ring_sum_conv")))
         assert counts["short_conv"] + inside == len(config.conv_layers)
         moe = layers - config.num_dense_layers if config.num_experts else 0
@@ -107,6 +117,37 @@ def test_sampling_queues_what_the_kernel_takes(network: Network, recorder: Recor
     assert found[2].shape == (3, 2)
     del logits
     assert be.scratch.free_bytes == be.scratch.nbytes
+
+
+def test_what_else_is_queued_waits_for_no_draw_and_no_draw_for_it(network: Network, recorder: Recorder) -> None:
+    be, vocab = network.backend, network.config.vocab_size
+    order = recorder.launched
+    be._ready = SimpleNamespace(  # type: ignore[assignment]
+        record=lambda stream: order.append("on its way back"), synchronize=lambda: order.append("waited")
+    )
+    for top in (0, be._results.array.nbytes // 12):  # type: ignore[union-attr]
+        rows = greedy(3, [2, 0, 1], vocab)._replace(top_n=np.full(3, top, np.int32))
+        logits = be.scratch.take((3, vocab), "f32")
+        order.clear()
+        be.sample(logits, rows, lambda: order.append("copies"))
+        small = ["sample", "on its way back", "copies", "waited"]
+        assert [name for name in order if name in small] == (small if not top else ["sample", "copies"])
+
+
+def test_states_of_a_step_are_kept_while_its_network_still_runs(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[bool] = []
+    waiting = SimpleNamespace(record=lambda stream: None, synchronize=lambda: waits.append(True))
+    monkeypatch.setattr(recorder, "event", lambda timing=True: waiting)
+    be = CudaBackend(scratch_bytes=1 << 20)
+    pages, kept = (be.allocate_bytes(1 << 30) for _ in range(2))
+    for _ in range(2 * TAPS):
+        be.copy(kept, pages, [(0, 4096, 300 << 20), (400 << 20, 0, 4096)])
+    assert recorder.launched.count("copy_runs") == 2 * TAPS and not waits
+    for _ in range(2 * TAPS):
+        be.copy(kept, pages, [(0, 0, 16)])
+    assert waits, "the ring is bounded"
 
 
 def test_rounds_are_filled_with_padding_that_touches_nothing(network: Network, recorder: Recorder) -> None:
@@ -247,11 +288,11 @@ def test_closing_after_the_device_was_lost_says_so_and_goes_on(
 def test_the_blocks_of_one_backend_only_wait_for_each_other(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module.CudaBackend, "_spreads", None)
-    first = backend_module.CudaBackend(scratch_bytes=4 << 20)
-    second = backend_module.CudaBackend(scratch_bytes=4 << 20)
+    monkeypatch.setattr(sampler.Sampler, "_spreads", None)
+    first = CudaBackend(scratch_bytes=4 << 20)
+    second = CudaBackend(scratch_bytes=4 << 20)
     grids = [[be._sampling(rows)[0] for rows in (1, 8, 64, 300)] for be in (first, second)]
     assert grids == [[(1, 16), (8, 8), (64, 1), (300, 1)], [(1, 1), (8, 1), (64, 1), (300, 1)]]
     first.close()
-    third = backend_module.CudaBackend(scratch_bytes=4 << 20)
+    third = CudaBackend(scratch_bytes=4 << 20)
     assert third._sampling(2)[0] == (2, 16) and second._sampling(2)[0] == (2, 1)

@@ -2,11 +2,84 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 
 from kernels_numba.cuda import driver
 from kernels_numba.cuda.compiler import architecture_of
-from kernels_numba.cuda.driver import CudaUnavailable, Device, DeviceArray
+from kernels_numba.cuda.driver import CudaOutOfMemory, CudaUnavailable, Device, DeviceArray, Staging
+
+
+class FakeEvent:
+    def __init__(self, number: int, log: list[Any]) -> None:
+        self.number, self.log = number, log
+
+    def record(self, stream: Any) -> None:
+        self.log.append(("record", self.number))
+
+    def synchronize(self) -> None:
+        self.log.append(("wait", self.number))
+
+
+def test_a_pinned_buffer_is_filled_again_once_its_copy_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    addresses, events = itertools.count(1000, 1000), itertools.count()
+
+    class Pinned:
+        def __init__(self, nbytes: int) -> None:
+            self.pointer, self.array = next(addresses), np.zeros(nbytes, np.uint8)
+
+        def free(self) -> None:
+            log.append(("free", self.pointer))
+
+    monkeypatch.setattr(driver, "PinnedBuffer", Pinned)
+    monkeypatch.setattr(driver, "call", lambda name, *given: log.append((name, *given[:3])))
+    stream = SimpleNamespace(handle="s", synchronize=lambda: log.append("synchronized"))
+    device = SimpleNamespace(stream=lambda: stream, event=lambda timing: FakeEvent(next(events), log))
+    ring = Staging(device, 2, 64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no buffer is taken"):
+        ring.send(7, 1)
+    ring.take()
+    ring.take()
+    with pytest.raises(ValueError, match="all 2 buffers are taken"):
+        ring.take()
+    assert log == []
+    ring.send(70, 5)
+    ring.take()
+    ring.send(71, 6)
+    ring.send(72, 7)
+    ring.take()
+    assert log == [
+        ("cuMemcpyHtoDAsync", 70, 1000, 5), ("record", 0), ("wait", 0), ("cuMemcpyHtoDAsync", 71, 2000, 6),
+        ("record", 1), ("cuMemcpyHtoDAsync", 72, 1000, 7), ("record", 0), ("wait", 1),
+    ]  # fmt: skip
+    log.clear()
+    ring.close()
+    assert log == ["synchronized", ("free", 1000), ("free", 2000)]
+
+
+def test_a_ring_that_can_not_be_had_leaves_nothing_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Pinned:
+        def __init__(self, nbytes: int) -> None:
+            if len(made) == 2:
+                raise CudaOutOfMemory("cuMemHostAlloc: CUDA_ERROR_OUT_OF_MEMORY")
+            made.append(self)
+
+        def free(self) -> None:
+            made.remove(self)
+
+    monkeypatch.setattr(driver, "PinnedBuffer", Pinned)
+    device = SimpleNamespace(stream=lambda: SimpleNamespace(synchronize=lambda: None))
+    with pytest.raises(CudaOutOfMemory):
+        Staging(device, 4, 64)  # type: ignore[arg-type]
+    assert made == []
+
 
 ARRAY = DeviceArray(4096, (6, 4, 2), "bf16")
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kernels_numba.cuda.attention_decode import attention_decode
 from kernels_numba.cuda.attention_wgmma import attention_wgmma
 from kernels_numba.cuda.driver import Device
 from tests.cuda import operations
@@ -80,6 +81,23 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int, 
 def test_attention(rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any]) -> None:
     hopper = Device.open().supports(attention_wgmma)
     operations.check_attention(run, rng, group, kv_heads, segments, hopper)
+
+
+@pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (3, 1), (4, 8), (8, 1)])
+@pytest.mark.parametrize(
+    ("segments", "blocks"),
+    [
+        ([(0, 513, 1)], 7),
+        ([(1, 0, 1), (2, 127, 1), (0, 128, 2)], 200),
+        ([(0, 120, 16), (2, 505, 16), (1, 3000, 1)], 5),
+        ([(0, 1000, 9), (1, 0, 16), (2, 900, 16), (0, 2000, 15)], 40),
+    ],
+)
+def test_attention_decode(
+    rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any], blocks: int
+) -> None:
+    if Device.open().supports(attention_decode):
+        operations.check_attention_decode(run, rng, group, kv_heads, segments, blocks)
 
 
 @pytest.mark.parametrize("vocab", [300, 511, 65000])

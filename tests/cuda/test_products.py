@@ -50,7 +50,7 @@ def packed(device: Device, weight: np.ndarray, gated: bool = False) -> PackedWei
     """bits [experts, rows, depth] packed on the GPU, checked against the reference twin."""
     experts, rows, depth = weight.shape
     out = PackedWeight.allocate(device, rows // 2 if gated else rows, depth, experts=experts, gated=gated)
-    device.fill(out.data, 0xFF)
+    device.fill(out.data, 0 if out.padded else 0xFF)
     source = device.to_device(weight)
     stream = device.stream()
     bind_pack(device, out, source).run(stream)

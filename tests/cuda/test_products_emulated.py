@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from kernels_numba.cuda.decode_route import PADDING
 from kernels_numba.cuda.driver import DeviceArray
 from kernels_numba.cuda.gemm_mma import MMA_PRODUCTS
 from kernels_numba.cuda.gemm_wgmma import WGMMA_PRODUCTS
-from kernels_numba.cuda.pack import PackedWeight, pack_on_host
+from kernels_numba.cuda.pack import THREADS, PackedWeight, pack_on_host, pack_weights
 from kernels_numba.cuda.products import LOGITS, PLAIN, RESIDUAL, SCALED, SWIGLU
 
 from .emulator import Emulator, from_bf16, to_bf16
@@ -81,6 +83,31 @@ def run(
     if mode == LOGITS:
         return memory.get(out, (rows + 2, columns), np.float32)
     return from_bf16(memory.get(out, (rows + 2, columns), np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("experts", "rows", "depth", "gated", "cuts"),
+    [
+        (1, 40, 176, False, (7, 16)),
+        (1, 33, 64, False, ()),
+        (3, 32, 80, True, (5, 20, 50, 70)),
+        (2, 20, 16, False, (23,)),
+    ],
+)
+def test_rows_are_packed_in_any_portions(
+    experts: int, rows: int, depth: int, gated: bool, cuts: tuple[int, ...]
+) -> None:
+    emulator = Emulator(1 << 20)
+    memory = emulator.memory
+    weight = np.random.default_rng(rows).integers(1, 1 << 16, (experts * rows, depth), np.uint16)
+    expected = np.concatenate([pack_on_host(matrix, gated) for matrix in weight.reshape(experts, rows, depth)])
+    target, blocks_k = memory.put(np.zeros_like(expected)), -(-depth // 64)
+    for first, last in reversed(list(pairwise((0, *cuts, experts * rows)))):
+        source, count = memory.put(weight[first:last]), last - first
+        given = [np.uint64(source), np.uint64(target), *map(np.int32, (first, count, depth, rows, blocks_k, gated))]
+        emulator.launch(pack_weights.function, -(-count * depth // 8 // THREADS), THREADS, given)
+    assert np.array_equal(memory.get(target, expected.shape, np.uint16), expected)
+    assert (memory.get(target + expected.nbytes, (64,), np.uint8) == 0xFF).all()
 
 
 # one kernel of each source at least; the rest differ in numbers only and run on a GPU

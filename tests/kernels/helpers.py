@@ -8,7 +8,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from .reference import bf16_bits, round_bf16
+from kernels_numba.reference import bf16_bits, round_bf16
 
 DTYPES = ("bfloat16", "float32")
 THREADS = min(2, numba.config.NUMBA_NUM_THREADS)

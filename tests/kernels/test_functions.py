@@ -9,8 +9,7 @@ import pytest
 
 from kernels_numba.cpu import functions, simd
 from kernels_numba.jit import kernel
-
-from .reference import round_bf16
+from kernels_numba.reference import round_bf16
 
 
 @kernel

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels_numba.cpu import CpuBackend
+from kernels_numba.reference import HEAD, make_batch, shuffled_pages
 
 from .helpers import DTYPES, THREADS, activations, assert_same_bits, weights
-from .reference import HEAD, make_batch, shuffled_pages
 from .test_operations import ROWS, moe_inputs
 
 EPS = 1e-5

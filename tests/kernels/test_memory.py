@@ -7,8 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from kernels_numba.cpu import CpuBackend
-from kernels_numba.cpu.memory import HUGE_PAGE, LINE, mapped
+from kernels_numba.cpu.memory import HUGE_PAGE, LINE, Arena, mapped
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, HUGE_PAGE - 1, HUGE_PAGE, 3 * HUGE_PAGE + 5])
@@ -25,7 +24,7 @@ def test_mapped_memory_is_zeroed_and_writable(nbytes: int) -> None:
 
 
 def test_arena_arrays_do_not_overlap_and_outlive_it() -> None:
-    arena = CpuBackend("bfloat16").weight_arena(3 * HUGE_PAGE)
+    arena = Arena(3 * HUGE_PAGE)
     shapes = [(5, 16), (700, 1024), (1,), (3, 64, 16), (1000, 1024), (4096, 1024)]  # the last two don't fit
     arrays = [arena.take(shape, np.uint16) for shape in shapes]
     for i, array in enumerate(arrays):

@@ -9,9 +9,9 @@ import pytest
 
 import kernels_numba.cpu
 from kernels_numba.cpu import PAGE_ROWS, RING_ROWS, Batch, CpuBackend
+from kernels_numba.reference import HEAD, History, Reference, bf16_bits, make_batch, shuffled_pages, widen
 
 from .helpers import DTYPES, activations, assert_close, weights
-from .reference import HEAD, History, Reference, bf16_bits, make_batch, shuffled_pages, widen
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 129, 512, 513)
 EPS = 1e-5

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kernels_numba.cpu import CpuBackend, SampleResult, SampleRows
 from kernels_numba.cpu.sample import random_words
+from kernels_numba.reference import draw, kept_weights, log_probabilities, philox, round_bf16
 
 from .helpers import THREADS, assert_same_bits
-from .reference import draw, kept_weights, log_probabilities, philox, round_bf16
 
 
 def sample_rows(n: int, vocab: int, width: int, **given_fields: Any) -> SampleRows:

@@ -50,11 +50,12 @@ class RecordingBackend(CpuBackend):
             raise RuntimeError("injected copy failure")
         super().copy(target, source, plan)  # type: ignore[arg-type]
 
-    def sample(self, logits: Array, rows: SampleRows) -> SampleResult:
+    def sample(self, logits: Array, rows: SampleRows, meanwhile: Callable[[], object] | None = None) -> SampleResult:
+        logits = self.read(logits)
         for i in range(len(logits)):
             key = (int(rows.seed[i]), int(rows.choice[i]), int(rows.position[i]))
             self.bits[key] = hashlib.blake2b(np.ascontiguousarray(logits[i]).tobytes(), digest_size=8).hexdigest()
-        return super().sample(logits, rows)
+        return super().sample(logits, rows, meanwhile)
 
     def decode_rounds(  # type: ignore[override]
         self, forward: Callable[[Batch, Array], Array], tables: object, *, width: int, slots: int, **_: object

@@ -85,7 +85,7 @@ def deliver(posts: list[tuple[Listener, StreamEvent]], pause: float) -> None:
         for listener, what in posts:
             bridge.post(listener, what)  # type: ignore[arg-type]
             await asyncio.sleep(pause)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.2)
 
     asyncio.run(main())
 

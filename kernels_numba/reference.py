@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels_numba.batch import PAGE_ROWS, RING_ROWS, Batch, SampleRows
+from .batch import PAGE_ROWS, RING_ROWS, Batch, SampleRows
 
 HEAD = 64
 
