@@ -257,7 +257,7 @@ def test_without_a_command_help_is_shown(capfd: pytest.CaptureFixture[str]) -> N
 def test_info_reads_no_weights(
     tiny_moe: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(Checkpoint, "stream")
+    monkeypatch.delattr(Checkpoint, "fill")
     assert run(["info", str(tiny_moe), "--json"]) == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["config"]["num_experts"] == 6 and facts["parameters"] == 1_743_872
