@@ -108,7 +108,7 @@ class Layers:
         return rounded(v["qkv"] @ norm(h, v["norm"])), h, u
 
 
-@pytest.mark.parametrize(("hidden", "features", "experts", "top_k"), [(96, 32, 20, 3)])
+@pytest.mark.parametrize(("hidden", "features", "experts", "top_k"), [(64, 32, 18, 3)])
 def test_two_rounds_of_a_run(hidden: int, features: int, experts: int, top_k: int) -> None:
     random = np.random.default_rng(hidden)
     emulator, device = Emulator(), Processors()
