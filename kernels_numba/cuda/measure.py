@@ -89,10 +89,13 @@ def _weights(
     weight = PackedWeight.allocate(device, outputs, depth, experts=experts, gated=gated)
     values = random.standard_normal((outputs * (1 + gated), depth), np.float32) * np.float32(depth**-0.5)
     source = device.to_device(bf16_bits(values))
+    if weight.padded:
+        device.fill(weight.data, 0, stream)
     for expert in range(experts):
-        bind_pack(device, weight, source, expert).run(stream)
+        bind_pack(device, weight, source, expert * weight.rows).run(stream)
         if expert % 5 == 4:
-            device.write(source, bf16_bits(np.roll(values, 7 * expert + 1, 0)), stream)
+            stream.synchronize()
+            device.write(source, bf16_bits(np.roll(values, 7 * expert + 1, 0)))
     stream.synchronize()
     device.free(source)
     return weight

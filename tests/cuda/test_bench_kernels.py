@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kernels_numba.cuda import measure
@@ -48,3 +50,22 @@ def test_nearly_every_kernel_runs(recorder: Recorder, monkeypatch: pytest.Monkey
     assert sum(figure.unit == "us" for figure in report.figures) > 100
     allocated = [pointer for pointer in recorder.allocated if pointer not in before]
     assert sorted(allocated) == sorted(recorder.freed)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_row_of_every_expert_is_packed_once(
+    recorder: Recorder,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    gated: bool,
+) -> None:
+    packed: Counter[int] = Counter()
+    bind_pack = measure.bind_pack
+
+    def counting(device: Any, weight: Any, source: Any, first: int = 0) -> Any:
+        packed.update(range(first, first + source.shape[0]))
+        return bind_pack(device, weight, source, first)
+
+    monkeypatch.setattr(measure, "bind_pack", counting)
+    backend: Any = SimpleNamespace(device=recorder, stream=recorder.stream())
+    weight = measure._weights(backend, np.random.default_rng(0), 48, 64, 7, gated)
+    assert packed == Counter(range(7 * 48 * (1 + gated))) and weight.rows == 48 * (1 + gated)
