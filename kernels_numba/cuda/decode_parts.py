@@ -241,15 +241,20 @@ def gated_product(area, group_rows, row, item):
 def conv_output(item, tile, units, group_rows, area, w0, w1, w2, u1, u2, slot, number, position, state, out):
     """Two channels of a row of the convolution, as `short_conv`'s, and their input into the ring."""
     row, word = i32(item >> i32(3)), i32(i32(tile * i32(8)) + i32(item & i32(7)))
-    half = i32(units * i32(8))
-    to = u64(out + u64(u64(u32(row)) * u64(u32(half)) + u64(u32(word))) * u64(4))
+    to = u64(out + u64(u64(u32(row)) * u64(u32(i32(units * i32(8)))) + u64(u32(word))) * u64(4))
+    store_32(to, conv_result(item, tile, units, group_rows, area, w0, w1, w2, u1, u2, slot, number, position, state))
+
+
+@device
+def conv_result(item, tile, units, group_rows, area, w0, w1, w2, u1, u2, slot, number, position, state):
+    """What `conv_output` stores; 0 for padding rows, whose input goes nowhere."""
+    row, word = i32(item >> i32(3)), i32(i32(tile * i32(8)) + i32(item & i32(7)))
     if i32(slot) < i32(0):
-        store_32(to, u32(0))
-        return
+        return u32(0)
     if i32(number) >= i32(1):
         u1 = gated_product(area, group_rows, i32(row - i32(1)), item)
     if i32(number) >= i32(2):
         u2 = gated_product(area, group_rows, i32(row - i32(2)), item)
     u = gated_product(area, group_rows, row, item)
-    store_32(to, product_pair(projected(area, group_rows, i32(1), row, item), filtered(w0, w1, w2, u2, u1, u)))
-    store_32(state_at(state, i32(slot), i32(position), half, word), u)
+    store_32(state_at(state, i32(slot), i32(position), i32(units * i32(8)), word), u)
+    return product_pair(projected(area, group_rows, i32(1), row, item), filtered(w0, w1, w2, u2, u1, u))

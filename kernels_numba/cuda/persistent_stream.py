@@ -1,15 +1,37 @@
-"""The weight warp of the layers' kernel (see persistent.py), and how a run of layers is written down: its phases, and
-where what lies in shared memory."""
+"""The weight warp of the layers' kernel (see persistent.py)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from .decode_parts import SUM_DEPTH
 from .decode_products import CHUNK, UNIT_CHUNK
 from .decode_route import PADDING, choose_row, own_values
-from .persistent_parts import CONSUMERS, ROW_THREADS, chosen_number, expected_logits, share
+from .persistent_layout import (
+    BIAS,
+    CHOICE_FREE,
+    CONSUMERS,
+    CONVOLUTION,
+    DEPTH,
+    DOWN,
+    EXPERT_BYTES,
+    KIND,
+    LAST,
+    LOGITS,
+    NUMBERS_READY,
+    PHASE_BYTES,
+    RESIDUAL,
+    THREADS,
+    UNITS,
+    UP,
+    WEIGHTS,
+    WEIGHTS_READY,
+    layout,
+)
+from .persistent_parts import share
+from .products import with_globals
 from .ptx import (
     barrier_expect,
     barrier_wait,
@@ -20,43 +42,18 @@ from .ptx import (
     dependents_start,
     divide,
     evict_first,
+    group_arrive,
+    group_sync,
     load_fresh,
     shared_load,
     shared_load_64,
     shared_store_32,
 )
-from .route import TILE
 from .scalar import bits_of, device
+from .unroll import registers, static, unrolled
 
-MOST_SLOTS = 64
-MOST_TOP = 4
-"""Most experts of a row."""
-
-CONVOLUTION, RESIDUAL, UP, DOWN, LAST = range(5)
-"""Phases of a run: norm, B, C and x, convolution · product and residual · norm, router, gate and up
-with SwiGLU · down, weighted, sum over experts · norm, product."""
-
-PHASE_BYTES = 128
-MOST_PHASES = 24
-KIND, UNITS, SETS, DEPTH, SOURCE, RESULT, LOGITS, STATE = range(0, 32, 4)
-WEIGHTS, EXPERT_BYTES, NORM, OWN, BIAS = range(32, 72, 8)
-"""Bytes of a phase: kind; units of a set of weights; sets of them that blocks share out: of gate and up as many as the
-row has experts; k; where, from the beginning of the exchanged words, its input lies (GIVEN: the run's input), its
-result, the router's logits; the convolution's layer; the weights, the bytes of an expert's; the norm's weights; the
-router's weights or the convolution's; the router's bias."""
-GIVEN = -1
-
-# shared memory: two barriers a slot, then the row in bf16 as it is, normed, then
-STREAM, NORMED = 16 * MOST_SLOTS, 16 * MOST_SLOTS + 2 * SUM_DEPTH
-SQUARED = NORMED + 2 * SUM_DEPTH
-LOGIT_PARTS = SQUARED + 4 * ROW_THREADS
-CHANNELS = LOGIT_PARTS + 4 * CONSUMERS * TILE
-CHOSEN = CHANNELS + 32 * MOST_TOP
-PROGRAM = CHOSEN + 128
-INPUT = PROGRAM + PHASE_BYTES * MOST_PHASES
-INPUT_BYTES = 16384
-RING = INPUT + INPUT_BYTES
-SHARED = 232448
+ROWS = HALVES = CHOSEN = PAIRS = SETS = 0  # put in by `weight_stream`
+expected_logits = choices = None  # the same
 
 u32, i32, u64 = np.uint32, np.int32, np.uint64
 
@@ -80,23 +77,23 @@ def words_of(words, set_bytes, arrivals, blocks):
 
 
 @device
-def phase_share(phase, block, blocks):
-    """A phase's units that are a block's."""
-    return share(i32(shared_load(u32(phase + u32(UNITS))) * shared_load(u32(phase + u32(SETS)))), block, blocks)
+def phase_share(phase, sets, block, blocks):
+    """A phase's units that are a block's, where blocks share out `sets` sets of them."""
+    return share(i32(shared_load(u32(phase + u32(UNITS))) * sets), block, blocks)
 
 
 @device
-def unit_copies(kind, units, top_k):
+def unit_copies(kind, units, sets):
     """Units that are computed at once by a warp each, of `units` that are left: B, C and x, or all the experts'."""
     if kind == i32(CONVOLUTION):
         return i32(3)
     if kind == i32(DOWN):
-        return top_k
+        return sets
     return min(units, i32(CONSUMERS))
 
 
 @device
-def lane_source(phase, first, part, number, top_k):
+def lane_source(phase, first, part, number):
     """Where the weights of the `part`-th of those units begin, the first or only one being unit `first`."""
     kind, units = shared_load(u32(phase + u32(KIND))), shared_load(u32(phase + u32(UNITS)))
     unit_bytes = i32(i32(i32(shared_load(u32(phase + u32(DEPTH))) + i32(63)) // i32(64)) * i32(2048))
@@ -116,29 +113,32 @@ def lane_source(phase, first, part, number, top_k):
 
 
 @device
-def early_chunks(phase, first, stop, early, top_k):
-    """How many of the chunks of a block's first units come early."""
+def early_chunks(phase, first, stop, early):
+    """How many of the chunks of a block's first units come early. A run's last phase takes no slot that convolutions
+    don't take, or its parity would be another: `early` is a multiple of 6."""
     kind, depth = shared_load(u32(phase + u32(KIND))), shared_load(u32(phase + u32(DEPTH)))
     if first == stop or (kind != i32(CONVOLUTION) and kind != i32(LAST)):
         return i32(0)
-    copies = unit_copies(kind, i32(stop - first), top_k)
+    copies = unit_copies(kind, i32(stop - first), i32(0))
+    if copies > i32(3):
+        return i32(0)
     return min(i32(i32(depth + i32(CHUNK - 1)) // i32(CHUNK)), i32(divide(u32(early), u32(copies))))
 
 
 @device
-def bring_early(base, ring, phase, block, blocks, first_slot, early, turn, window, top_k, policy, lane):
+def bring_early(base, ring, phase, block, blocks, first_slot, early, turn, window, policy, lane):
     """The early stages of a phase."""
-    first, stop = phase_share(phase, block, blocks)
-    chunks = early_chunks(phase, first, stop, early, top_k)
+    first, stop = phase_share(phase, i32(1), block, blocks)
+    chunks = early_chunks(phase, first, stop, early)
     if chunks == i32(0):
         return
     depth = shared_load(u32(phase + u32(DEPTH)))
     unit_bytes = i32(i32(i32(depth + i32(63)) // i32(64)) * i32(2048))
-    copies = unit_copies(shared_load(u32(phase + u32(KIND))), i32(stop - first), top_k)
+    copies = unit_copies(shared_load(u32(phase + u32(KIND))), i32(stop - first), i32(0))
     at_once = max(i32(1), i32(divide(u32(CONSUMERS), u32(copies))))
     deep = i32(divide(u32(lane), u32(copies)))
     offset = i32(deep * i32(UNIT_CHUNK))
-    source = lane_source(phase, first, i32(lane - i32(deep * copies)), i32(0), top_k)
+    source = lane_source(phase, first, i32(lane - i32(deep * copies)), i32(0))
     stage = lane
     chunk = i32(0)
     while chunk < chunks:
@@ -160,15 +160,15 @@ def bring_early(base, ring, phase, block, blocks, first_slot, early, turn, windo
         stage = i32(stage + i32(at_once * copies))
 
 
-@device
-def stream_weights(
+def _stream_weights(
     base, ring, program, phases, slots, early, flight, calm, words, set_bytes, arrivals, experts, top_k, normalize,
     scaling, lane,
 ):  # fmt: skip
     """By the weight warp: the stages of all of the block's units, 4 KB each, in the order in which they are used."""
     block, blocks = i32(cuda.blockIdx.x), i32(cuda.gridDim.x)
     policy = evict_first()
-    slot, parity, issued, number, early_turn = i32(0), u32(0), i32(0), i32(0), u32(0)
+    slot, parity, issued, early_turn = i32(0), u32(0), i32(0), u32(0)
+    number, sets, pairs = i32(0), top_k, u32(0)
     residual_free, residual_turn, has_residual = u32(0), u32(0), False
     for p in range(phases):
         phase = u32(program + u32(i32(p)) * u32(PHASE_BYTES))
@@ -176,10 +176,10 @@ def stream_weights(
         depth = shared_load(u32(phase + u32(DEPTH)))
         chunks = i32(i32(depth + i32(CHUNK - 1)) // i32(CHUNK))
         unit_bytes = i32(i32(i32(depth + i32(63)) // i32(64)) * i32(2048))
-        first, stop = phase_share(phase, block, blocks)
         window = calm
-        low, high, bias_low, bias_high = PADDING, PADDING, np.float32(0.0), np.float32(0.0)
-        has_bias, chooses = False, False
+        logits = registers(HALVES, PADDING)
+        bias_low, bias_high, has_bias = np.float32(0.0), np.float32(0.0), False
+        first, stop = phase_share(phase, i32(1), block, blocks)
         if kind == i32(UP):
             window = flight
             if i32(i32(p) + i32(2)) < phases:
@@ -187,32 +187,38 @@ def stream_weights(
                     barrier_wait(residual_free, residual_turn)
                 bring_early(
                     base, ring, u32(phase + u32(2 * PHASE_BYTES)), block, blocks, slots, early, early_turn, calm,
-                    top_k, policy, lane,
+                    policy, lane,
                 )  # fmt: skip
             dependency_wait()
-            down, down_stop = phase_share(u32(phase + u32(PHASE_BYTES)), block, blocks)
-            if first < stop or down < down_stop:
-                chooses = True
-                bias = shared_load_64(u32(phase + u32(BIAS)))
-                has_bias = bias != u64(0)
-                bias_low, bias_high = own_values(bias, lane, experts, np.float32(0.0))
-                at = shared_load(u32(phase + u32(LOGITS)))
-                low, high = expected_logits(
-                    u64(words_of(words, set_bytes, arrivals, blocks) + u64(u32(at))), lane, experts
-                )
-                number = chosen_number(low, high, bias_low, bias_high, has_bias, experts, top_k, lane)
+            bias = shared_load_64(u32(phase + u32(BIAS)))
+            has_bias = bias != u64(0)
+            bias_low, bias_high = own_values(bias, lane, experts, np.float32(0.0))
+            at = shared_load(u32(phase + u32(LOGITS)))
+            logits = expected_logits(u64(words_of(words, set_bytes, arrivals, blocks) + u64(u32(at))), lane, experts)
+            number, sets, pairs = choices(logits, bias_low, bias_high, has_bias, experts, top_k, lane)
+            if ROWS == 1:
+                sets = top_k
+            else:
+                group_sync(u32(CHOICE_FREE), u32(THREADS))
+                if lane == i32(0):
+                    shared_store_32(u32(base + u32(SETS)), u32(sets))
+                if lane < i32(CONSUMERS):
+                    shared_store_32(u32(base + u32(PAIRS) + u32(lane) * u32(4)), pairs)
+                cuda.syncwarp()
+                group_arrive(u32(NUMBERS_READY), u32(THREADS))
+            first, stop = phase_share(phase, sets, block, blocks)
         elif kind == i32(RESIDUAL):
             has_residual = first < stop
             residual_free, residual_turn = u32(base + u32(slot) * u32(16) + u32(8)), parity
-        chunk = early_chunks(phase, first, stop, early, top_k)
+        chunk = early_chunks(phase, first, stop, early)
         if chunk > i32(0):
             early_turn = u32(early_turn ^ u32(1))
         while first < stop:
-            copies = unit_copies(kind, i32(stop - first), top_k)
+            copies = unit_copies(kind, i32(stop - first), sets)
             # a lane is for one unit: the `deep`-th chunk of `at_once`
             at_once = max(i32(1), i32(divide(u32(CONSUMERS), u32(copies))))
             deep = i32(divide(u32(lane), u32(copies)))
-            source = lane_source(phase, first, i32(lane - i32(deep * copies)), number, top_k)
+            source = lane_source(phase, first, i32(lane - i32(deep * copies)), number)
             offset = i32(i32(deep + chunk) * i32(UNIT_CHUNK))
             while chunk < chunks:
                 lanes = i32(min(at_once, i32(chunks - chunk)) * copies)
@@ -244,9 +250,22 @@ def stream_weights(
                 issued = min(i32(issued + lanes), i32(1 << 20))
             chunk = i32(0)
             first = i32(first + (copies if kind != i32(CONVOLUTION) and kind != i32(DOWN) else i32(1)))
-        if chooses:  # what the experts' results are multiplied with; read by those who wait for the next stages
-            weight, _ = choose_row(low, high, bias_low, bias_high, has_bias, experts, top_k, normalize, scaling, lane)
-            if lane < top_k:
-                shared_store_32(u32(base + u32(CHOSEN) + u32(lane) * u32(4)), bits_of(weight))
+        if kind == i32(UP):  # what the experts' results are multiplied with isn't needed before
+            if ROWS == 1:
+                group_sync(u32(CHOICE_FREE), u32(THREADS))
+            for r in static(ROWS):
+                weight, _ = choose_row(
+                    logits[2 * r], logits[2 * r + 1], bias_low, bias_high, has_bias, experts, top_k, normalize, scaling,
+                    lane,
+                )  # fmt: skip
+                if lane < top_k:
+                    at = u32(base + u32(CHOSEN) + u32(i32(i32(r * top_k) + lane)) * u32(4))
+                    shared_store_32(at, bits_of(weight))
             cuda.syncwarp()
+            group_arrive(u32(WEIGHTS_READY), u32(THREADS))
     dependents_start()
+
+
+def weight_stream(rows: int, **parts: Any) -> Any:
+    """stream_weights(...) for a number of rows, with the `parts` for them."""
+    return device(with_globals(unrolled(_stream_weights, **layout(rows), HALVES=2 * rows), **parts))

@@ -246,8 +246,10 @@ expect_32 = _expected(1, 1)
 """4 bytes once they are written [9.7.9.8]."""
 expect_128 = _expected(1, 4)
 """16 bytes once all of them are [9.7.9.8]."""
-expect_4_rows = _expected(4, 4)
-"""16 bytes at each of four addresses once all are [9.7.9.8]."""
+expect_2_words, expect_4_words = _expected(2, 1), _expected(4, 1)
+"""4 bytes at each address once all are [9.7.9.8]."""
+expect_2_rows, expect_4_rows, expect_8_rows = _expected(2, 4), _expected(4, 4), _expected(8, 4)
+"""16 bytes at each address once all are [9.7.9.8]."""
 count_round = instruction("red.relaxed.gpu.global.inc.u32 [$0], $1;", "lr", memory=True)
 """Adds 1 to a word in global memory; what was the second operand becomes 0 [9.7.13.7]."""
 
@@ -269,6 +271,8 @@ population = instruction("popc.b32 $0, $1;", "r", "i")
 """How many bits are set [9.7.1.15]."""
 group_sync = instruction("bar.sync $0, $1;", "rr", memory=True)
 """group_sync(number, threads): a barrier for some warps of a block; number 0 is syncthreads [9.7.13.1]."""
+group_arrive = instruction("bar.arrive $0, $1;", "rr", memory=True)
+"""The same without waiting for the others [9.7.13.1]."""
 
 
 @intrinsic

@@ -96,7 +96,8 @@ class _Unroll(ast.NodeTransformer):
     def target(self, node: ast.expr) -> ast.expr:
         """A target of an assignment, register arrays in it taken apart."""
         if isinstance(node, ast.Name) and node.id in self.arrays:
-            return ast.Tuple(self.parts(node.id, ast.Store()), ast.Store())
+            parts = self.parts(node.id, ast.Store())
+            return parts[0] if len(parts) == 1 else ast.Tuple(parts, ast.Store())
         if isinstance(node, ast.Tuple):
             node.elts = self.flat(node.elts, ast.Store())
             return node

@@ -71,6 +71,35 @@ class Barrier:
             self.pending = self.count
 
 
+class NamedBarrier:
+    """A barrier at which some threads only arrive."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads, self.arrived, self.rounds, self.broken = threads, 0, 0, False
+        self.changed = threading.Condition()
+
+    def arrive(self) -> int:
+        """The number of the round."""
+        with self.changed:
+            mine = self.rounds
+            self.arrived += 1
+            if self.arrived == self.threads:
+                self.arrived, self.rounds = 0, mine + 1
+                self.changed.notify_all()
+            return mine
+
+    def wait(self) -> None:
+        mine = self.arrive()
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.broken or self.rounds > mine, 60) or self.broken:
+                raise threading.BrokenBarrierError
+
+    def abort(self) -> None:
+        with self.changed:
+            self.broken = True
+            self.changed.notify_all()
+
+
 @dataclass
 class Block:
     """What the threads of a block share."""
@@ -79,7 +108,7 @@ class Block:
     shared: Memory
     threads: int
     barriers: dict[int, Barrier] = field(default_factory=dict)
-    groups: dict[tuple[int, int], threading.Barrier] = field(default_factory=dict)
+    groups: dict[tuple[int, int], NamedBarrier] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
     failed: list[BaseException] = field(default_factory=list)
 
@@ -87,10 +116,10 @@ class Block:
         self.all = threading.Barrier(self.threads)
         self.warps = [Warp(self) for _ in range(self.threads // WARP)]
 
-    def group(self, number: int, threads: int) -> threading.Barrier:
+    def group(self, number: int, threads: int) -> NamedBarrier:
         """A named barrier of some of the threads."""
         with self.changed:
-            return self.groups.setdefault((number, threads), threading.Barrier(threads))
+            return self.groups.setdefault((number, threads), NamedBarrier(threads))
 
     def stop(self, error: BaseException) -> None:
         self.failed.append(error)
@@ -388,7 +417,8 @@ class Emulator:
             ptx.population: lambda x: np.int32(int(x).bit_count()),
             ptx.shared_or: shared_or,
             ptx.shared_store_128: shared_store_128,
-            ptx.group_sync: lambda number, threads: here.block.group(int(number), int(threads)).wait(60),
+            ptx.group_sync: lambda number, threads: here.block.group(int(number), int(threads)).wait(),
+            ptx.group_arrive: lambda number, threads: here.block.group(int(number), int(threads)).arrive(),
             ptx.cp_async_16: lambda to, source: copy_in(to, source, 16),
             ptx.cp_async_arrive: lambda barrier: change(barrier, 1, 0),
             ptx.bulk_copy: bulk,
@@ -411,7 +441,11 @@ class Emulator:
             ptx.publish_32: store(np.uint32),
             ptx.expect_32: expect(1),
             ptx.expect_128: expect(4),
+            ptx.expect_2_words: expect(1),
+            ptx.expect_4_words: expect(1),
+            ptx.expect_2_rows: expect(4),
             ptx.expect_4_rows: expect(4),
+            ptx.expect_8_rows: expect(4),
             ptx.count_round: count_round,
             ptx.store_16: store(np.uint16),
             ptx.store_32: store(np.uint32),

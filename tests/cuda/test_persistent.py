@@ -11,6 +11,7 @@ import pytest
 from kernels_numba.cuda import layer_runs, persistent
 from kernels_numba.cuda.driver import Device, DeviceArray
 from kernels_numba.cuda.pack import PackedWeight, pack_on_host
+from kernels_numba.cuda.persistent_layout import layout
 
 from .emulator import Emulator, from_bf16, to_bf16
 
@@ -21,7 +22,7 @@ class Processors:
     """A GPU of two multiprocessors with little shared memory, so that the ring turns over."""
 
     multiprocessors = BLOCKS
-    shared_bytes = persistent.RING + 128 + 49 * persistent.UNIT_CHUNK
+    shared_bytes = layout(2)["RING"] + 128 + (layer_runs.LEAST_RING + 6) * persistent.UNIT_CHUNK
 
     def supports(self, kernel: object) -> bool:
         return True
@@ -108,41 +109,65 @@ class Layers:
         return rounded(v["qkv"] @ norm(h, v["norm"])), h, u
 
 
-@pytest.mark.parametrize(("hidden", "features", "experts", "top_k"), [(64, 32, 18, 3)])
-def test_two_rounds_of_a_run(hidden: int, features: int, experts: int, top_k: int) -> None:
+Row = tuple[int, int]
+"""Slot, or -1 for padding, and position."""
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        [[(1, 32)], [(-1, 0)], [(1, 33)]],
+        [[(1, 40), (0, 7)], [(1, 41), (1, 42)], [(0, 8)], [(0, 9), (-1, 0)]],  # two streams, a draft, one row between
+    ],
+    ids=["one row", "two rows"],
+)
+def test_rounds_of_a_run(rounds: list[list[Row]]) -> None:
+    hidden, features, experts, top_k = 64, 32, 18, 3
     random = np.random.default_rng(hidden)
-    emulator, device = Emulator(), Processors()
+    emulator, device = Emulator(), cast(Device, Processors())
     put, get = emulator.memory.put, emulator.memory.get
     layers = Layers(emulator, random, hidden, features, experts)
-    assert layer_runs.run_fits(cast(Device, device), layers.layers, top_k)
+    most = layer_runs.run_rows(device, layers.layers, top_k)
+    assert most == 2
     program, used = layer_runs.run_program(layers.layers, layers.following, top_k)
     run = layer_runs.LayerRun(
-        3, DeviceArray(put(program), program.shape, "u32"), len(program), used, 80, hidden, features, experts, top_k,
-        True, 1.0, EPS,
+        3, most, DeviceArray(put(program), program.shape, "u32"), len(program), used, 80, hidden, features, experts,
+        top_k, True, 1.0, EPS,
     )  # fmt: skip
     words = DeviceArray(put(np.full(2 * used, 0xFF, np.uint8)), (2 * used,), "u8")
     arrivals = DeviceArray(put(np.zeros(1, np.uint32)), (1,), "u32")
+    runs = layer_runs.LayerRuns({}, words, arrivals)
     state = rounded(random.standard_normal((2, 32, hidden)))
     ring = DeviceArray(put(to_bf16(state)), (1, 2, 32, hidden), "bf16")
-    for turn in range(3):
-        slot, position = (-1, 0) if turn == 1 else (1, 32 + turn)
-        y, h = (rounded(random.standard_normal(hidden)) for _ in range(2))
-        rows = {"row_segment": [0], "seg_slot": [slot], "seg_start": [0, 1], "positions": [position]}
-        batch: Any = SimpleNamespace(**{name: put(np.array(values, np.int32)) for name, values in rows.items()})
-        out, sums = put(np.full(80, -1, np.int16)), put(np.full(hidden, -1, np.int16))
-        runs, gpu = layer_runs.LayerRuns({}, words, arrivals), cast(Device, device)
-        given = (put(to_bf16(y)), put(to_bf16(h)))
-        arguments = layer_runs.run_arguments(gpu, runs, run, *given, ring, batch, out, sums)
+    for turn, given in enumerate(rounds):
+        rows = len(given)
+        y, h = (rounded(random.standard_normal((rows, hidden))) for _ in range(2))
+        slots = list(dict.fromkeys(slot for slot, _ in given))
+        starts = [next(r for r, (slot, _) in enumerate(given) if slot == s) for s in slots]
+        batch: Any = SimpleNamespace(
+            row_segment=put(np.array([slots.index(slot) for slot, _ in given], np.int32)),
+            seg_slot=put(np.array(slots, np.int32)),
+            seg_start=put(np.array([*starts, rows], np.int32)),
+            positions=put(np.array([position for _, position in given], np.int32)),
+        )
+        out, sums = put(np.full((rows, 80), -1, np.int16)), put(np.full((rows, hidden), -1, np.int16))
+        arguments = layer_runs.run_arguments(
+            device, runs, run, rows, put(to_bf16(y)), put(to_bf16(h)), ring, batch, out, sums
+        )
         kinds = {"u64": np.uint64, "i64": np.int64, "i32": np.int32, "f32": np.float32}
-        kernel = persistent.run_layers
+        kernel = persistent.RUN_LAYERS[rows]
         typed = [kinds[kind](getattr(a, "pointer", a)) for kind, a in zip(kernel.arguments, arguments, strict=True)]
         emulator.launch(kernel.function, BLOCKS, persistent.THREADS, typed, together=True)
-        if slot < 0:  # a padding row: nobody's state changes, nobody waits for ever
-            continue
-        qkv, stream, u = layers.run(y, h, state[1, (position - 1) % 32], state[1, (position - 2) % 32], top_k)
-        state[1, position % 32] = u
-        assert close(from_bf16(get(sums, (hidden,), np.uint16)), stream)
-        assert close(from_bf16(get(out, (80,), np.uint16)), qkv)
+        streams, products = get(sums, (rows, hidden), np.uint16), get(out, (rows, 80), np.uint16)
+        for r, (slot, position) in enumerate(given):
+            if slot < 0:  # a padding row: nobody's state changes, nobody waits for ever
+                continue
+            qkv, stream, u = layers.run(
+                y[r], h[r], state[slot, (position - 1) % 32], state[slot, (position - 2) % 32], top_k
+            )
+            state[slot, position % 32] = u
+            assert close(from_bf16(streams[r]), stream)
+            assert close(from_bf16(products[r]), qkv)
         assert close(from_bf16(get(ring.pointer, state.shape, np.uint16)), state)
         assert np.all(get(words.pointer, (2, used), np.uint8)[1 - turn % 2] == 0xFF)
         assert get(arrivals.pointer, (1,), np.uint32)[0] == BLOCKS * (1 + turn) % (2 * BLOCKS)
