@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .memory import DeviceMemory
     from .scratch import Activations
 
-FLIGHT = 21
+FLIGHT = 25
 CALM = 17
 """Stages of gate and up, and of other products, that are on their way at most: more, and everything else queues behind
 weights."""

@@ -30,6 +30,7 @@ from .persistent_layout import (
     LAST,
     LOGITS,
     MOST_ROWS,
+    MOST_SLOTS,
     NO_PAIR,
     NORM,
     NUMBERS_READY,
@@ -89,56 +90,56 @@ zero = zeros(4)
 
 @device
 def unit_product(base, ring, slot, parity, slots, step, early, early_slot, early_parity, depth, wo, xa, lane):
-    """A unit's sums over all k, the row at `xa`. Its first `early` stages lie `step` apart from `early_slot` on, the
-    others from `slot`."""
-    chunks = i32(i32(depth + i32(CHUNK - 1)) // i32(CHUNK))
-    whole = i32(depth // i32(CHUNK))
-    rest = i32(i32(depth - i32(whole * i32(CHUNK))) >> i32(4))
-    acc = zero()
-    at, turn = slot, parity
+    """A unit's sums over all k, the rows at `xa`. Its first `early` stages lie `step` apart from `early_slot` on, the
+    others from `slot`. Two k steps are fetched while two others are multiplied; what else is to be done has the time
+    that products take."""
+    last = i32(i32(i32(depth + i32(CHUNK - 1)) // i32(CHUNK)) - i32(1))
+    at, turn, limit = slot, parity, slots
     if early > i32(0):
-        at, turn = early_slot, early_parity
+        at, turn, limit = early_slot, early_parity, i32(2 * MOST_SLOTS)
     full = u32(base + u32(at) * u32(16))
     barrier_wait(full, turn)
     wa = u32(ring + u32(at) * u32(UNIT_CHUNK) + wo)
-    now = fetch_8(wa, xa, 0)
-    for c in range(whole):
-        # two k steps at a time: the next two are fetched before these are multiplied
+    acc, now = zero(), fetch_8(wa, xa, 0)
+    for c in range(last):
         freed = u32(full + u32(8))
-        number = i32(i32(c) + i32(1))
-        if number < early:
-            at = i32(at + step)
-        elif number == early:
-            at, turn = slot, parity
-        else:
-            at, turn = ahead(at, turn, step, slots)
+        then = fetch_8(wa, xa, 2)
+        acc = multiply_8(acc, now)
+        at = i32(at + step)
+        over = at >= limit
+        at = i32(at - slots) if over else at
+        turn = u32(turn ^ u32(1)) if over else turn
+        moves = i32(i32(c) + i32(1)) == early
+        at, turn, limit = slot if moves else at, parity if moves else turn, slots if moves else limit
         full = u32(base + u32(at) * u32(16))
-        more = number < chunks
-        landed = u32(1)
-        if more:
-            landed = barrier_test(full, turn)  # asked early: the answer takes as long as some products
+        landed = barrier_test(full, turn)  # asked early: the answer takes as long as some products
+        now = fetch_8(wa, xa, 4)
+        acc = multiply_8(acc, then)
+        then = fetch_8(wa, xa, 6)
+        acc = multiply_8(acc, now)
+        if landed == u32(0):
+            barrier_wait(full, turn)
+        wa = u32(ring + u32(at) * u32(UNIT_CHUNK) + wo)
+        xa = u32(xa + u32(CHUNK * 2))
+        now = fetch_8(wa, xa, 0)
+        acc = multiply_8(acc, then)
+        cuda.syncwarp()
+        if lane == i32(0):
+            barrier_arrive(freed)
+    rest = i32(depth - i32(last * i32(CHUNK)))
+    if rest == i32(CHUNK):
         then = fetch_8(wa, xa, 2)
         acc = multiply_8(acc, now)
         now = fetch_8(wa, xa, 4)
         acc = multiply_8(acc, then)
         then = fetch_8(wa, xa, 6)
-        acc = multiply_8(acc, now)
-        if more:
-            if landed == u32(0):
-                barrier_wait(full, turn)
-            wa = u32(ring + u32(at) * u32(UNIT_CHUNK) + wo)
-            xa = u32(xa + u32(CHUNK * 2))
-            now = fetch_8(wa, xa, 0)
-        acc = multiply_8(acc, then)
-        cuda.syncwarp()
-        if lane == i32(0):
-            barrier_arrive(freed)
-    if rest > i32(0):
-        for s in range(rest):
+        acc = multiply_8(multiply_8(acc, now), then)
+    else:
+        for s in range(i32(rest >> i32(4))):
             acc = last_step_8(acc, wa, xa, s)
-        cuda.syncwarp()
-        if lane == i32(0):
-            barrier_arrive(u32(full + u32(8)))
+    cuda.syncwarp()
+    if lane == i32(0):
+        barrier_arrive(u32(full + u32(8)))
     return acc
 
 
