@@ -269,8 +269,8 @@ def _ring(
     xo = u32(xo + u32(warps) * u32(UNIT_CHUNK) + u32(share) * u32(X_PITCH))
     if SUM == 1:  # the only row, all of it; the other rows of the fragments are the same
         xo = u32(u32(base + u32(LINE)) + u32(lane >> i32(3)) * u32(16))
-    whole = i32(depth // i32(CHUNK))
-    rest = i32(i32(depth - i32(whole * i32(CHUNK))) >> i32(4))
+    last_chunk = i32(chunks - i32(1))
+    rest = i32(depth - i32(last_chunk * i32(CHUNK)))
     while unit < stop:
         taken, tile, _, first, last = round_of(unit, stop, most, units, rows, i32(ROWS), grouped, table, experts)
         unit = i32(unit + taken)
@@ -316,36 +316,41 @@ def _ring(
         if SUM == 1:
             xa = xo
         now = fetch(wa, xa, 0)
-        for c in range(whole):
-            # two k steps at a time: the next two are fetched before these are multiplied
+        for _ in range(last_chunk):
+            # two k steps are fetched while two others are multiplied; what else is to be done has the time that takes
             freed = u32(full + u32(8))
             slot, parity = advance(slot, parity, stages)
             full = u32(base + u32(slot) * u32(16))
-            more = i32(c + i32(1)) < chunks
-            landed = barrier_test(full, parity)  # asked early: the answer takes as long as two products
+            then = fetch(wa, xa, 2)
+            acc = multiply(acc, now)
+            landed = barrier_test(full, parity)  # asked early: the answer takes as long as some products
+            now = fetch(wa, xa, 4)
+            acc = multiply(acc, then)
+            then = fetch(wa, xa, 6)
+            acc = multiply(acc, now)
+            if landed == u32(0):
+                barrier_wait(full, parity)
+            wa = u32(ring + u32(slot) * stage_size + wo)
+            xa = u32(xa + u32(CHUNK * 2)) if SUM == 1 else u32(ring + u32(slot) * stage_size + xo)
+            now = fetch(wa, xa, 0)
+            acc = multiply(acc, then)
+            cuda.syncwarp()
+            if lane == i32(0):
+                barrier_arrive(freed)
+        if rest == i32(CHUNK):
             then = fetch(wa, xa, 2)
             acc = multiply(acc, now)
             now = fetch(wa, xa, 4)
             acc = multiply(acc, then)
             then = fetch(wa, xa, 6)
-            acc = multiply(acc, now)
-            if more:
-                if landed == u32(0):
-                    barrier_wait(full, parity)
-                wa = u32(ring + u32(slot) * stage_size + wo)
-                xa = u32(xa + u32(CHUNK * 2)) if SUM == 1 else u32(ring + u32(slot) * stage_size + xo)
-                now = fetch(wa, xa, 0)
-            acc = multiply(acc, then)
-            cuda.syncwarp()
-            if lane == i32(0):
-                barrier_arrive(freed)
-        if rest > i32(0):
-            for s in range(rest):
+            acc = multiply(multiply(acc, now), then)
+        else:
+            for s in range(i32(rest >> i32(4))):
                 acc = last_step(acc, wa, xa, s)
-            cuda.syncwarp()
-            if lane == i32(0):
-                barrier_arrive(u32(full + u32(8)))
-            slot, parity = advance(slot, parity, stages)
+        cuda.syncwarp()
+        if lane == i32(0):
+            barrier_arrive(u32(full + u32(8)))
+        slot, parity = advance(slot, parity, stages)
         results = pairs(acc, lane)
         if CONV == 1:
             # this warp's rows of B, C or x, then everyone's channels of all three
