@@ -32,8 +32,8 @@ from .ptx import (
     shared_store_32,
     shared_store_128,
 )
-from .route import MOST_EXPERTS, PARTS, TILE, added, chosen_bits, expert_score, lowest_bit, order, plus
-from .scalar import add, bits_of, device, float_of, mma
+from .route import MOST_EXPERTS, PARTS, TILE, added, expert_score, lowest_bit, order, plus, taken
+from .scalar import add, ballot, bits_of, device, float_of, mma, warp_largest
 from .unroll import registers, static, unrolled
 
 ROWS = LINE = WORDS = HALVES = 0  # numbers, put in by `parts`
@@ -217,18 +217,30 @@ def _expected_logits(logits, lane, experts):
 def _choices(values: HALVES, bias_low, bias_high, has_bias, experts, top_k, lane):
     """Which experts rows chose, from their logits, as `choose_row`'s, which takes longer: the lane-th one's number; how
     many; and of the lane-th, 16 bits a row, the pair of row and expert that it is, or NO_PAIR."""
-    left = registers(ROWS)
-    right = registers(ROWS)
-    all_left, all_right = u32(0), u32(0)
+    low = registers(ROWS, u32(0))
+    high = registers(ROWS, u32(0))
+    left = registers(ROWS, u32(0))
+    right = registers(ROWS, u32(0))
+    best = registers(ROWS, u32(0))
+    where = registers(HALVES, u32(0))
     for r in static(ROWS):
-        order_low, order_high = u32(0), u32(0)
         if lane < experts:
             score = expert_score(values[2 * r])
-            order_low = order(add(score, bias_low) if has_bias else score)
+            low[r] = order(add(score, bias_low) if has_bias else score)
         if i32(lane + i32(32)) < experts:
             score = expert_score(values[2 * r + 1])
-            order_high = order(add(score, bias_high) if has_bias else score)
-        left[r], right[r] = chosen_bits(order_low, order_high, lane, top_k)
+            high[r] = order(add(score, bias_high) if has_bias else score)
+    for _ in range(top_k):  # `chosen_bits` of all rows at once: each answer takes long
+        for r in static(ROWS):
+            best[r] = warp_largest(max(low[r], high[r]))
+        for r in static(ROWS):
+            where[2 * r], where[2 * r + 1] = ballot(u32(low[r] == best[r])), ballot(u32(high[r] == best[r]))
+        for r in static(ROWS):
+            low[r], high[r], left[r], right[r] = taken(
+                low[r], high[r], where[2 * r], where[2 * r + 1], lane, left[r], right[r]
+            )
+    all_left, all_right = left[0], right[0]
+    for r in static(1, ROWS):
         all_left, all_right = u32(all_left | left[r]), u32(all_right | right[r])
     sets = i32(population(all_left) + population(all_right))
     number = i32(0)
