@@ -64,6 +64,7 @@ class Engine:
         max_gap_ms: float = 50.0,
         drafts: bool = True,
         warm_pass: bool = True,
+        graphs: bool = True,
     ) -> None:
         self.context = context
         self.vocab = vocab
@@ -79,7 +80,7 @@ class Engine:
             prompt_chunk=prompt_chunk, largest_chunk=largest_chunk, max_gap_s=max_gap_ms / 1e3,
         )  # fmt: skip
         self._draws = DrawTable(model.backend, slots, model.vocab_rows, vocab)
-        self._steps = StepRunner(model, states, self._draws)
+        self._steps = StepRunner(model, states, self._draws, graphs)
         self._keeper = Keeper(PromptCache(states.snapshot_pages, states.shape.state_bytes), states)
         self._keeps = states.snapshot_pages > 0
         self._drafts = drafts

@@ -46,13 +46,17 @@ class Begun:
 
 
 class StepRunner:
-    """Runs chunks on a model. Changes no stream but its `scored`; `backend_s` adds up the backend's time."""
+    """Runs chunks on a model. Changes no stream but its `scored`; `backend_s` adds up the backend's time.
 
-    def __init__(self, model: Model, states: StreamStates, draws: DrawTable) -> None:
+    graphs: decode rounds are queued as the backend's graphs, where it has them.
+    """
+
+    def __init__(self, model: Model, states: StreamStates, draws: DrawTable, graphs: bool = True) -> None:
         self.backend_s = 0.0
         self._model = model
         self._states = states
         self._draws = draws
+        self._graphs = graphs
         self._rounds: Rounds | None = None
         self.hand_over: Callable[[], object] = _nothing  # called when kernels are about to run, see `hands_over`
 
@@ -141,6 +145,8 @@ class StepRunner:
             self.run([Chunk(stream, 2)], [0])
         self._states.close(0)
         self.backend_s = 0.0
+        if not self._graphs:
+            return
         self._rounds = self._model.backend.decode_rounds(
             lambda batch, logits: self._model.logits(self._model.forward(batch, self._states), logits),
             self._draws.tables,

@@ -37,8 +37,10 @@ class Dummy:
 
     @contextmanager
     def engine(self, *, kv: str = "paged", prompt_chunk: int | None = None, drafts: bool = False, keeps: bool = False,
-               shuffle: int | None = None, max_gap_ms: float = 50.0) -> Iterator[Engine]:  # fmt: skip
-        """An engine over the whole plan. kv: as in EngineOptions; shuffle: seed of a random page order."""
+               shuffle: int | None = None, max_gap_ms: float = 50.0,
+               graphs: bool = True) -> Iterator[Engine]:  # fmt: skip
+        """An engine over the whole plan. kv: as in EngineOptions; shuffle: seed of a random page order; graphs: as in
+        `StepRunner`."""
         plan = self.plan
         rows = plan.context + SLACK_ROWS
         range_pages = plan.pages // plan.slots if kv == "fixed" else plan.range_pages
@@ -55,7 +57,7 @@ class Dummy:
             self.model, states, pool,
             slots=plan.slots, context=plan.context, vocab=self.config.vocab_size, eos_token_ids=[],
             prompt_chunk=prompt_chunk, largest_chunk=self.target.chunk, drafts=drafts,
-            max_gap_ms=max_gap_ms,
+            max_gap_ms=max_gap_ms, graphs=graphs,
         )  # fmt: skip
         self.states = states
         try:

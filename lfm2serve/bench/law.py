@@ -16,7 +16,7 @@ from lfm2serve.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to compute the replies. together: how many run at once."""
+    """One way to compute the replies. together: how many run at once; graphs: whether decode rounds are CUDA graphs."""
 
     together: int = 1
     prompt_chunk: int | None = None
@@ -24,10 +24,12 @@ class Way:
     shuffle: int | None = None
     drafts: bool = False
     keeps: bool = False
+    graphs: bool = True
 
     def __str__(self) -> str:
         pages = f"{self.kv}{'' if self.shuffle is None else ', shuffled'}"
         extras = "".join(f", {name}" for name in ("drafts", "keeps") if getattr(self, name))
+        extras += "" if self.graphs else ", no graphs"
         return f"{self.together} at once, chunks of {self.prompt_chunk or 'the largest size'}, {pages}{extras}"
 
 
@@ -54,14 +56,16 @@ def reply_hash(reply: Reply) -> str:
     return digest.hexdigest()
 
 
-def ways(chunks: list[int], together: list[int], randoms: int, seed: int = 0) -> Iterator[Way]:
-    """One factor at a time, then random combinations."""
+def ways(chunks: list[int], together: list[int], randoms: int, graphs: bool, seed: int = 0) -> Iterator[Way]:
+    """One factor at a time, then random combinations. graphs: the device has them."""
     yield from (Way(prompt_chunk=chunk) for chunk in chunks)
     yield from (Way(together=count) for count in together)
     yield Way(kv="fixed")
     yield Way(shuffle=1)
     yield Way(drafts=True)
     yield Way(keeps=True)
+    if graphs:
+        yield Way(graphs=False)
     rng = random.Random(seed)
     for number in range(randoms):
         yield Way(
@@ -71,6 +75,7 @@ def ways(chunks: list[int], together: list[int], randoms: int, seed: int = 0) ->
             shuffle=rng.choice([None, number + 2]),
             drafts=rng.random() < 0.5,
             keeps=rng.random() < 0.5,
+            graphs=rng.random() < 0.7 or not graphs,
         )
 
 
@@ -87,7 +92,7 @@ def compare(
         expected, _ = _run(made, Way(), requests)
         if tokens <= PAGE_ROWS < made.plan.context:
             yield _decoded_against_prompt(made, tokens)
-        for way in [Way(), *ways(chunks, together, randoms)]:
+        for way in [Way(), *ways(chunks, together, randoms, made.target.kind == "cuda")]:
             if time.perf_counter() - started > limit_s:
                 return
             got, seconds = _run(made, way, requests)
@@ -125,7 +130,12 @@ def _state_bytes(made: Dummy, rows: int) -> bytes:
 def _run(made: Dummy, way: Way, requests: list[tuple[list[int], SamplingParams]]) -> tuple[list[str], float]:
     hashes: list[str] = []
     with made.engine(
-        kv=way.kv, prompt_chunk=way.prompt_chunk, shuffle=way.shuffle, drafts=way.drafts, keeps=way.keeps
+        kv=way.kv,
+        prompt_chunk=way.prompt_chunk,
+        shuffle=way.shuffle,
+        drafts=way.drafts,
+        keeps=way.keeps,
+        graphs=way.graphs,
     ) as engine:
         started = time.perf_counter()
         for first in range(0, len(requests), way.together):

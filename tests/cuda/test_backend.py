@@ -82,12 +82,14 @@ def test_steps_queue_what_the_kernels_take_and_keep_no_memory(network: Network, 
         decode = max(len(ids) for *_, ids in segments) < 40
         assert counts["attention_decode"] == (layers - len(config.conv_layers) if decode else 0)
         assert not (decode and counts["attention_inputs"] + counts["attention_plan"])
-        if counts["run_layers"]:  # one row: the layers from the attention with experts on are one kernel
-            assert segments == [(0, 50, [1])] and counts["run_layers"] == len(network.model.runs.runs) == 1
+        rows = sum(len(ids) for *_, ids in segments)
+        runs = {int(name[-1]): count for name, count in counts.items() if name.startswith("run_layers")}
+        if runs:  # one or two rows: the layers from the attention with experts on are one kernel
+            assert runs == {rows: len(network.model.runs.runs)} and runs[rows] == 1
             assert not [name for name in counts if "route" in name or "experts" in name]
             assert counts["rms_norm"] == 6 and counts["ring_conv_8"] == 1 and counts["attention_decode"] == 2
             continue
-        assert segments != [(0, 50, [1])] or not config.num_experts
+        assert rows > 2 or not config.num_experts
         inside = sum(count for name, count in counts.items() if name.startswith(("ring_conv", "ring_sum_conv")))
         assert counts["short_conv"] + inside == len(config.conv_layers)
         moe = layers - config.num_dense_layers if config.num_experts else 0

@@ -22,7 +22,7 @@ from tests.cuda.test_network import DATA
 
 ELSEWHERE = {
     "attention_rows",  # of GPUs without wgmma
-    "run_layers",  # of rounds of one row
+    "run_layers_1", "run_layers_2",  # of rounds of so many rows
     "combine_experts", "conv_taps", "copy_runs", "count_tokens", "mark_tokens", "random_normal", "take_rows",
 }  # fmt: skip
 """Kernels that other tests and `bench law` run."""

@@ -51,7 +51,7 @@ def test_prompts_rounds_drafts_and_kept_states_run_and_give_all_memory_back(
     ways = list(
         compare(name, options, lengths=[1, 17, 513, 1000], tokens=12, chunks=[64], together=[4], randoms=3, limit_s=60)
     )
-    assert len(ways) == 11 and all(way.ok for way in ways)
+    assert len(ways) == 12 and all(way.ok for way in ways)
     report = measure(
         name, EngineOptions(), streams=[1, 32], prompts=[700], contexts=[300, 500], tokens=6, repeats=1, fixed=True
     )
