@@ -32,7 +32,7 @@ from .ptx import (
     shared_store_32,
     shared_store_128,
 )
-from .route import MOST_EXPERTS, PARTS, TILE, added, expert_score, lowest_bit, order, plus, taken
+from .route import MOST_EXPERTS, PARTS, TILE, added, expert_score, lowest_bit, order, plus
 from .scalar import add, ballot, bits_of, device, float_of, mma, warp_largest
 from .unroll import registers, static, unrolled
 
@@ -212,6 +212,20 @@ def _expected_logits(logits, lane, experts):
         if i32(lane + i32(32)) < experts:
             values[2 * r + 1] = float_of(words[2 * r + 1])
     return values
+
+
+@device
+def taken(low, high, where_low, where_high, lane, chosen_low, chosen_high):
+    """A step of `chosen_bits`: a warp's choices without the first of those that `where_low`, `where_high` say, and the
+    bits with it."""
+    from_low = where_low != u32(0)
+    e = lowest_bit(where_low if from_low else where_high)
+    bit = u32(u32(1) << u32(e))
+    chosen_low = u32(chosen_low | (bit if from_low else u32(0)))
+    chosen_high = u32(chosen_high | (u32(0) if from_low else bit))
+    low = u32(0) if lane == e and from_low else low
+    high = high if lane != e or from_low else u32(0)
+    return low, high, chosen_low, chosen_high
 
 
 def _choices(values: HALVES, bias_low, bias_high, has_bias, experts, top_k, lane):

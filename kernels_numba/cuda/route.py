@@ -69,21 +69,17 @@ def chosen_bits(low, high, lane, top_k):
     for _ in range(top_k):
         best = warp_largest(max(low, high))
         where_low, where_high = ballot(np.uint32(low == best)), ballot(np.uint32(high == best))
-        low, high, chosen_low, chosen_high = taken(low, high, where_low, where_high, lane, chosen_low, chosen_high)
+        if where_low != np.uint32(0):
+            e = lowest_bit(where_low)
+            chosen_low = np.uint32(chosen_low | np.uint32(np.uint32(1) << np.uint32(e)))
+            if lane == e:
+                low = np.uint32(0)
+        else:
+            e = lowest_bit(where_high)
+            chosen_high = np.uint32(chosen_high | np.uint32(np.uint32(1) << np.uint32(e)))
+            if lane == e:
+                high = np.uint32(0)
     return chosen_low, chosen_high
-
-
-@device
-def taken(low, high, where_low, where_high, lane, chosen_low, chosen_high):
-    """A warp's choices without the first of those that `where_low`, `where_high` say, and the bits with it."""
-    from_low = where_low != np.uint32(0)
-    e = lowest_bit(where_low if from_low else where_high)
-    bit = np.uint32(np.uint32(1) << np.uint32(e))
-    chosen_low = np.uint32(chosen_low | (bit if from_low else np.uint32(0)))
-    chosen_high = np.uint32(chosen_high | (np.uint32(0) if from_low else bit))
-    low = np.uint32(0) if lane == e and from_low else low
-    high = high if lane != e or from_low else np.uint32(0)
-    return low, high, chosen_low, chosen_high
 
 
 @device
