@@ -1,23 +1,32 @@
-"""Runs kernels that are written with PTX intrinsics without a GPU: one Python thread a CUDA thread, a block at a time.
+"""Runs kernels that are written with PTX intrinsics without a GPU: a coroutine a CUDA thread, a block at a time.
 
-Only what the products use is here. Copies land at once, so this finds wrong addresses, wrong fragments and protocols
-that deadlock, not races. Memory is one bytearray; addresses of global and shared memory are offsets into two of them.
+Only what the products use is here. A thread runs until it has to wait; of those that may go on, one of the warp that comes
+first in an order drawn for each launch, so that some warps are as far ahead of others as barriers let them. Copies land
+at once. So this finds wrong addresses, wrong fragments, protocols that deadlock and many a missing barrier, not all
+races. Memory is bytes; addresses of global and shared memory are offsets into two of them.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+import inspect
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import FunctionType, SimpleNamespace
+from heapq import heappop, heappush
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from kernels_numba.cuda import ptx, scalar
 
+from .translated import Translator, bits_of, float_of, plain, single
+
 WARP = 32
+ALL_ONES = 0xFFFFFFFF
+Combine = Callable[[list[Any]], list[Any]]
+Waiting = Iterator[None]
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -35,6 +44,9 @@ class Memory:
     def __init__(self, size: int) -> None:
         self.data = np.full(size, 0xFF, np.uint8)
         self.used = 256
+        self.bytes = memoryview(self.data)
+        self.halves, self.words, self.longs = (self.bytes.cast(kind) for kind in "HIQ")  # type: ignore[call-overload]
+        self.integers, self.floats = self.bytes.cast("i"), self.bytes.cast("f")
 
     def put(self, array: np.ndarray) -> int:
         address = self.used
@@ -46,13 +58,113 @@ class Memory:
         count = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self.data[address : address + count].view(dtype).reshape(shape).copy()
 
-    def view(self, address: Any, dtype: Any, count: int = 1) -> np.ndarray:
-        start = int(address)
-        assert start % np.dtype(dtype).itemsize == 0, f"address {start} is not aligned for {np.dtype(dtype)}"
-        assert start >= 256 and start + count * np.dtype(dtype).itemsize <= len(self.data), (
-            f"address {start} is outside"
-        )
-        return self.data[start : start + count * np.dtype(dtype).itemsize].view(dtype)
+    def at(self, address: int, size: int, count: int = 1) -> int:
+        """The index of `count` values of `size` bytes, all of which are inside."""
+        assert address % size == 0, f"address {address} is not aligned for {size} bytes"
+        assert 256 <= address <= len(self.data) - count * size, f"address {address} is outside"
+        return address // size
+
+    def four(self, address: int) -> tuple[int, ...]:
+        """16 bytes as words."""
+        at = self.at(address, 4, 4)
+        return tuple(self.words[at : at + 4])
+
+
+@dataclass(eq=False)
+class Thread:
+    """Where a CUDA thread is; run: what is left of it."""
+
+    block: Block
+    thread: int
+    index: int
+    grid: int
+    run: Waiting = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lane, self.warp = self.thread % WARP, self.block.warps[self.thread // WARP]
+        self.quad = self.block.quads[self.thread // (4 * WARP)] if self.block.quads else None
+
+
+    def place(self) -> str:
+        """The functions that it is in."""
+        names, run = [], self.run
+        while inspect.isgenerator(run):
+            names.append(f"{run.gi_code.co_name}:{run.gi_frame.f_lineno}")
+            run = run.gi_yieldfrom
+        return " > ".join(names)
+
+
+class Turns:
+    """Threads that may go on, by warps, which come in an order drawn for each launch."""
+
+    def __init__(self, order: random.Random) -> None:
+        self.order = order
+        self.warps: list[Warp] = []
+
+    def extend(self, threads: Iterable[Thread]) -> None:
+        for thread in threads:
+            if not thread.warp.able:
+                heappush(self.warps, thread.warp)
+            thread.warp.able.append(thread)
+
+    def __iter__(self) -> Iterator[Thread]:
+        """Each in turn; what they do may add others. Lanes of a warp stay together as far as they can."""
+        while self.warps:
+            warp = heappop(self.warps)
+            while warp.able:
+                yield warp.able.popleft()
+
+
+class Gate:
+    """A barrier; at one with a name some threads may only arrive."""
+
+    def __init__(self, threads: int, ready: Turns) -> None:
+        self.threads, self.ready, self.arrived = threads, ready, 0
+        self.waiting: list[Thread] = []
+
+    def arrive(self) -> bool:
+        """Whether this was the last."""
+        self.arrived += 1
+        if self.arrived < self.threads:
+            return False
+        self.ready.extend(self.waiting)
+        self.arrived, self.waiting = 0, []
+        return True
+
+    def wait(self, me: Thread) -> Waiting:
+        if not self.arrive():
+            self.waiting.append(me)
+            yield
+
+
+class Group(Gate):
+    """Threads that bring a value each and get the combined results: the base of every collective operation."""
+
+    def __init__(self, threads: int, ready: Turns) -> None:
+        super().__init__(threads, ready)
+        self.values: list[Any] = [None] * threads
+        self.results: list[Any] = []
+
+    def exchange(self, me: Thread, index: int, value: Any, combine: Combine) -> Any:
+        self.values[index] = value
+        if self.arrive():
+            self.results = combine(self.values)
+        else:
+            self.waiting.append(me)
+            yield
+        return self.results[index]
+
+
+class Warp(Group):
+    """able: its threads that may go on."""
+
+    def __init__(self, ready: Turns) -> None:
+        super().__init__(WARP, ready)
+        self.rank = ready.order.random()
+        self.able: deque[Thread] = deque()
+
+    def __lt__(self, other: Warp) -> bool:
+        return self.rank < other.rank
 
 
 @dataclass
@@ -60,102 +172,39 @@ class Barrier:
     """An mbarrier."""
 
     count: int
-    pending: int = 0
+    ready: Turns
     bytes: int = 0
     phase: int = 0
+    waiting: list[Thread] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def __post_init__(self) -> None:
+        self.pending = self.count
+
+    def change(self, arrivals: int, promised: int) -> None:
+        self.pending -= arrivals
+        self.bytes += promised
         assert self.pending >= 0, "more arrivals than the barrier was made for"
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count
+            self.ready.extend(self.waiting)
+            self.waiting = []
 
 
-class NamedBarrier:
-    """A barrier at which some threads only arrive."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads, self.arrived, self.rounds, self.broken = threads, 0, 0, False
-        self.changed = threading.Condition()
-
-    def arrive(self) -> int:
-        """The number of the round."""
-        with self.changed:
-            mine = self.rounds
-            self.arrived += 1
-            if self.arrived == self.threads:
-                self.arrived, self.rounds = 0, mine + 1
-                self.changed.notify_all()
-            return mine
-
-    def wait(self) -> None:
-        mine = self.arrive()
-        with self.changed:
-            if not self.changed.wait_for(lambda: self.broken or self.rounds > mine, 60) or self.broken:
-                raise threading.BrokenBarrierError
-
-    def abort(self) -> None:
-        with self.changed:
-            self.broken = True
-            self.changed.notify_all()
-
-
-@dataclass
 class Block:
     """What the threads of a block share."""
 
-    memory: Memory
-    shared: Memory
-    threads: int
-    barriers: dict[int, Barrier] = field(default_factory=dict)
-    groups: dict[tuple[int, int], NamedBarrier] = field(default_factory=dict)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    failed: list[BaseException] = field(default_factory=list)
+    def __init__(self, shared: Memory, threads: int, ready: Turns) -> None:
+        self.shared, self.threads, self.ready = shared, threads, ready
+        self.barriers: dict[int, Barrier] = {}
+        self.groups: dict[tuple[int, int], Gate] = {}
+        self.all = Gate(threads, ready)
+        self.warps = [Warp(ready) for _ in range(threads // WARP)]
+        self.quads = [Group(4 * WARP, ready) for _ in range(-(-threads // WARP // 4))]
 
-    def __post_init__(self) -> None:
-        self.all = threading.Barrier(self.threads)
-        self.warps = [Warp(self) for _ in range(self.threads // WARP)]
-
-    def group(self, number: int, threads: int) -> NamedBarrier:
+    def group(self, number: int, threads: int) -> Gate:
         """A named barrier of some of the threads."""
-        with self.changed:
-            return self.groups.setdefault((number, threads), NamedBarrier(threads))
-
-    def stop(self, error: BaseException) -> None:
-        self.failed.append(error)
-        self.all.abort()
-        for gate in self.groups.values():
-            gate.abort()
-        for warp in self.warps:
-            warp.abort()
-        with self.changed:
-            self.changed.notify_all()
-
-
-class Group:
-    """Threads that bring a value each and get the combined results: the base of every collective operation."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.values: list[Any] = [None] * size
-        self.results: list[Any] = []
-        self.gate = threading.Barrier(size)
-
-    def exchange(self, index: int, value: Any, combine: Callable[[list[Any]], list[Any]]) -> Any:
-        self.values[index] = value
-        if self.gate.wait(60) == 0:
-            self.results = combine(list(self.values))
-        self.gate.wait(60)
-        return self.results[index]
-
-
-class Warp(Group):
-    def __init__(self, block: Block) -> None:
-        super().__init__(WARP)
-        self.block = block
-
-    def abort(self) -> None:
-        self.gate.abort()
+        return self.groups.setdefault((number, threads), Gate(threads, self.ready))
 
 
 class Emulator:
@@ -163,235 +212,210 @@ class Emulator:
 
     def __init__(self, size: int = 1 << 24, shared: int = 240 << 10) -> None:
         self.memory = Memory(size)
-        self._shared = shared
-        self._here = threading.local()
-        self._counting = threading.Lock()
-        self._made: dict[int, Any] = {}
-        self._operations = self._intrinsics()
-        self.quads: dict[int, Group] = {}
+        self._shared, self._order = shared, random.Random(size)
+        self._here = SimpleNamespace(now=None)
+        self._asking: list[tuple[Thread, Callable[[], bool]]] = []
+        self._kept = self._intrinsics()  # ids stay valid
+        self._translate = Translator({id(operation): twin for operation, twin in self._kept.items()}, self._cuda())
 
     def launch(
         self, function: Callable[..., None], grid: int, threads: int, arguments: list[Any], together: bool = False
     ) -> None:
         """together: all blocks at once, for those that wait for each other."""
-        kernel = self._translate(function)
+        kernel, given = self._translate(function), [plain(argument) for argument in arguments]
         for indices in [range(grid)] if together else [[index] for index in range(grid)]:
-            blocks = [Block(self.memory, Memory(self._shared), threads) for _ in indices]
-            self.quads = {i: Group(4 * WARP) for i in range(threads // WARP // 4)}
-            workers = [
-                threading.Thread(target=self._thread, args=(kernel, block, index, grid, t, arguments))
+            ready = Turns(self._order)
+            blocks = [Block(Memory(self._shared), threads, ready) for _ in indices]
+            started = [
+                Thread(block, thread, index, grid)
                 for block, index in zip(blocks, indices, strict=True)
-                for t in range(threads)
+                for thread in range(threads)
             ]
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            failed = [error for block in blocks for error in block.failed]
-            if failed:
-                real = [e for e in failed if not isinstance(e, threading.BrokenBarrierError)]
-                raise (real or failed)[0]
-
-    def _thread(self, kernel: Any, block: Block, index: int, grid: int, thread: int, arguments: list[Any]) -> None:
-        here = self._here
-        here.block, here.thread, here.lane, here.warp = block, thread, thread % WARP, block.warps[thread // WARP]
-        here.index, here.grid = index, grid
-        try:
+            for thread in started:
+                self._here.now = thread
+                thread.run = kernel(*given) or iter(())
             with np.errstate(all="ignore"):
-                kernel(*arguments)
-        except BaseException as error:
-            block.stop(error)
+                self._run(started, ready)
 
-    # From kernels to plain functions
-
-    def _translate(self, thing: Any) -> Any:
-        key = id(thing)
-        if key in self._operations:
-            return self._operations[key]
-        if key in self._made:
-            return self._made[key][0]
-        function = getattr(thing, "py_func", thing)
-        if not isinstance(function, FunctionType) or not function.__module__.startswith(("kernels_numba", "<unrolled")):
-            return thing
-        scope = dict(function.__globals__)
-        made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
-        self._made[key] = (made, thing)
-        for name in function.__code__.co_names:
-            if name in scope:
-                scope[name] = self._cuda() if name == "cuda" else self._translate(scope[name])
-        return made
+    def _run(self, threads: list[Thread], ready: Turns) -> None:
+        """Threads in turn, each until it waits, until all are over."""
+        left = set(threads)
+        ready.extend(threads)
+        while left:
+            for thread in ready:
+                self._here.now = thread
+                try:
+                    next(thread.run)
+                except StopIteration:
+                    left.remove(thread)
+            able = [thread for thread, written in self._asking if written()]
+            self._asking = [(thread, written) for thread, written in self._asking if not written()]
+            if left and not able:
+                found = Counter(f"of block {thread.index} in {thread.place()}" for thread in threads if thread in left)
+                raise TimeoutError("; ".join(f"{count} threads {where} wait for ever" for where, count in found.items()))
+            ready.extend(able)
 
     def _cuda(self) -> Any:
         here = self._here
 
-        class Index:
-            def __init__(self, value: Callable[[], int]) -> None:
-                self._value = value
+        def syncthreads() -> Waiting:
+            yield from here.now.block.all.wait(here.now)
 
-            @property
-            def x(self) -> int:
-                return self._value()
-
-        def syncthreads() -> None:
-            here.block.all.wait(60)
-
-        def syncwarp() -> None:
-            here.warp.exchange(here.lane, None, lambda values: values)
+        def syncwarp() -> Waiting:
+            yield from here.now.warp.wait(here.now)
 
         return SimpleNamespace(
-            threadIdx=Index(lambda: here.thread), blockIdx=Index(lambda: here.index), gridDim=Index(lambda: here.grid),
-            blockDim=Index(lambda: here.block.threads), syncthreads=syncthreads, syncwarp=syncwarp,
-            shared=SimpleNamespace(array=lambda *_: None),
-            ffs=lambda x: (int(x) & -int(x)).bit_length(),
+            threadIdx=Index(x=lambda: here.now.thread), blockIdx=Index(x=lambda: here.now.index),
+            gridDim=Index(x=lambda: here.now.grid), blockDim=Index(x=lambda: here.now.block.threads),
+            syncthreads=syncthreads, syncwarp=syncwarp, shared=SimpleNamespace(array=lambda *_: None),
+            ffs=lambda x: (x & -x).bit_length(),
         )  # fmt: skip
 
-    # Intrinsics
+    def _intrinsics(self) -> dict[Any, Any]:
+        here, memory, f32 = self._here, self.memory, np.float32
 
-    def _intrinsics(self) -> dict[int, Any]:
-        here, u32, f32 = self._here, np.uint32, np.float32
+        def collective(combine: Combine) -> Callable[..., Any]:
+            def run(*value: Any) -> Any:
+                me = here.now
+                return (yield from me.warp.exchange(me, me.lane, value, combine))
 
-        def collective(combine: Callable[..., list[Any]]) -> Callable[..., Any]:
-            return lambda *value: here.warp.exchange(here.lane, value, combine)
+            return run
 
-        def matrices(count: int) -> Callable[[list[Any]], list[Any]]:
+        def shuffled(x: Any, i: int) -> Any:
+            me = here.now
+            return (yield from me.warp.exchange(me, me.lane, x, lambda v: [v[n ^ i] for n in range(WARP)]))
+
+        def eight_words(rows: list[Any]) -> np.ndarray:
+            """The 16 bytes at each of the addresses that lanes gave."""
+            shared = here.now.block.shared
+            at = [shared.at(row, 16) for (row,) in rows]
+            return shared.data.view(np.uint32).reshape(-1, 4)[at]
+
+        def matrices(count: int) -> Combine:
             def load(values: list[Any]) -> list[Any]:
-                shared = here.block.shared
-                out = []
-                for lane in range(WARP):
-                    words = []
-                    for m in range(count):
-                        row = values[8 * m + lane // 4][0]
-                        assert int(row) % 16 == 0
-                        words.append(shared.view(int(row) + 4 * (lane % 4), np.uint32)[0])
-                    out.append(tuple(words))
-                return out
+                words = eight_words(values[: 8 * count]).reshape(count, WARP)
+                return [tuple(lane) for lane in words.T.tolist()]
 
             return load
 
+        def transposed(values: list[Any]) -> list[Any]:
+            halves = eight_words(values).view(np.uint16).reshape(4, 4, 2, 8)  # matrix, pair of rows, row, column
+            pairs = np.ascontiguousarray(halves.transpose(3, 1, 0, 2)).view(np.uint32)
+            return [tuple(lane) for lane in pairs.reshape(WARP, 4).tolist()]
+
         def multiply(values: list[Any]) -> list[Any]:
-            a, b, c = np.zeros((16, 16), f32), np.zeros((16, 8), f32), np.zeros((16, 8), f32)
-            for lane, v in enumerate(values):
-                r, q = lane // 4, 2 * (lane % 4)
-                for i in range(4):
-                    a[r + 8 * (i % 2), q + 8 * (i // 2) : q + 8 * (i // 2) + 2] = from_bf16(
-                        np.array([v[i]], u32).view(np.uint16)
-                    )
-                for i in range(2):
-                    b[q + 8 * i : q + 8 * i + 2, r] = from_bf16(np.array([v[4 + i]], u32).view(np.uint16))
-                c[r, q : q + 2], c[r + 8, q : q + 2] = v[6:8], v[8:10]
-            with np.errstate(all="ignore"):
-                d = (c.astype(np.float64) + a.astype(np.float64) @ b.astype(np.float64)).astype(f32)
-            return [
-                (
-                    d[n // 4, 2 * (n % 4)],
-                    d[n // 4, 2 * (n % 4) + 1],
-                    d[n // 4 + 8, 2 * (n % 4)],
-                    d[n // 4 + 8, 2 * (n % 4) + 1],
-                )
-                for n in range(WARP)
-            ]
+            given = np.array([v[:6] for v in values], np.uint32)
+            pairs = from_bf16(given.view(np.uint16)).reshape(8, 4, 6, 2).astype(np.float64)
+            # axes from lane / 4, lane % 4, then k / 8 and row / 8 of a, and the number in the pair
+            a = pairs[:, :, :4].reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)
+            b = pairs[:, :, 4:].transpose(2, 1, 3, 0).reshape(16, 8)
+            c = np.array([v[6:] for v in values], np.float64).reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+            d = (c + a @ b).astype(f32).reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
+            return [tuple(lane) for lane in d.tolist()]
 
-        def copy_in(to: Any, source: Any, count: Any) -> None:
-            block = here.block
-            assert int(to) % 16 == 0 and int(source) % 16 == 0 and int(count) % 16 == 0
-            block.shared.view(to, np.uint8, int(count))[:] = block.memory.view(source, np.uint8, int(count))
+        def copy_in(to: int, source: int, count: int) -> None:
+            shared = here.now.block.shared
+            assert to % 16 == 0 and source % 16 == 0 and count % 16 == 0
+            to, source = shared.at(to, 1, count), memory.at(source, 1, count)
+            shared.bytes[to : to + count] = memory.bytes[source : source + count]
 
-        def copy_or_zero(to: Any, source: Any, count: Any) -> None:
-            if int(count):
+        def copy_or_zero(to: int, source: int, count: int) -> None:
+            if count:
                 copy_in(to, source, 16)
             else:
-                here.block.shared.view(to, np.uint8, 16)[:] = 0
+                shared_store_128(to, 0, 0, 0, 0)
 
-        def transposed(values: list[Any]) -> list[Any]:
-            out = []
-            for lane in range(WARP):
-                column, row = lane // 4, 2 * (lane % 4)
-                words = []
-                for m in range(4):
-                    low, high = (
-                        int(here.block.shared.view(int(values[8 * m + row + i][0]) + 2 * column, np.uint16)[0])
-                        for i in range(2)
-                    )
-                    words.append(u32(low | high << 16))
-                out.append(tuple(words))
-            return out
-
-        def bulk(to: Any, source: Any, count: Any, barrier: Any, *_: Any) -> None:
+        def bulk(to: int, source: int, count: int, barrier: int, *_: Any) -> None:
             copy_in(to, source, count)
-            change(barrier, 0, -int(count))
+            here.now.block.barriers[barrier].change(0, -count)
 
-        def change(address: Any, arrivals: int, promised: int) -> None:
-            block = here.block
-            with block.changed:
-                barrier = block.barriers[int(address)]
-                barrier.pending -= arrivals
-                barrier.bytes += promised
-                barrier.settle()
-                block.changed.notify_all()
+        def init(address: int, count: int) -> None:
+            here.now.block.barriers[address] = Barrier(count, here.now.block.ready)
 
-        def init(address: Any, count: Any) -> None:
-            here.block.barriers[int(address)] = Barrier(int(count), int(count))
+        def wait(address: int, parity: int) -> Waiting:
+            me = here.now
+            barrier = me.block.barriers[address]
+            while barrier.phase % 2 == parity:
+                barrier.waiting.append(me)
+                yield
 
-        def wait(address: Any, parity: Any) -> None:
-            block = here.block
-            with block.changed:
-                over = block.changed.wait_for(
-                    lambda: block.failed or block.barriers[int(address)].phase % 2 != int(parity), timeout=60
-                )
-                if not over or block.failed:
-                    raise TimeoutError(f"thread {here.thread} waits for barrier {int(address)}, parity {int(parity)}")
+        def wait_both(a: int, p: int, b: int, q: int) -> Waiting:
+            yield from wait(a, p)
+            yield from wait(b, q)
 
-        def load(dtype: Any, count: int = 1) -> Callable[[Any], Any]:
-            def run(address: Any) -> Any:
-                values = here.block.memory.view(address, dtype, count)
-                return values[0] if count == 1 else tuple(values)
+        def group_sync(number: int, threads: int) -> Waiting:
+            yield from here.now.block.group(number, threads).wait(here.now)
+
+        def load_128(address: int) -> tuple[int, ...]:
+            return memory.four(address)
+
+        def store(address: int, *values: int) -> None:
+            at = memory.at(address, 4, len(values))
+            for i, value in enumerate(values):
+                memory.words[at + i] = value & ALL_ONES
+
+        def store_16(address: int, value: int) -> None:
+            memory.halves[memory.at(address, 2)] = value & 0xFFFF
+
+        def shared_store(address: int, value: int) -> None:
+            shared = here.now.block.shared
+            shared.words[shared.at(address, 4)] = value & ALL_ONES
+
+        def shared_store_128(address: int, *values: int) -> None:
+            shared = here.now.block.shared
+            at = shared.at(address, 16) * 4
+            for i, value in enumerate(values):
+                shared.words[at + i] = value & ALL_ONES
+
+        def shared_load(name: str, size: int) -> Callable[[int], Any]:
+            def run(address: int) -> Any:
+                shared = here.now.block.shared
+                return getattr(shared, name)[shared.at(address, size)]
 
             return run
 
-        def store(dtype: Any) -> Callable[..., None]:
-            def run(address: Any, *values: Any) -> None:
-                here.block.memory.view(address, dtype, len(values))[:] = values
-
-            return run
-
-        def shared_store(address: Any, value: Any) -> None:
-            here.block.shared.view(address, np.int32)[0] = value
-
-        def shared_store_32(address: Any, value: Any) -> None:
-            here.block.shared.view(address, np.uint32)[0] = value
-
-        def shared_store_128(address: Any, *values: Any) -> None:
-            here.block.shared.view(address, np.uint32, 4)[:] = values
-
-        def shared_or(address: Any, value: Any) -> None:
-            with here.block.changed:
-                here.block.shared.view(address, np.uint32)[0] |= value
+        def shared_or(address: int, value: int) -> None:
+            shared = here.now.block.shared
+            shared.words[shared.at(address, 4)] |= value
 
         def expect(count: int) -> Callable[..., Any]:
             """`count` words at each address, once none is all ones."""
 
-            def run(*addresses: Any) -> Any:
-                until = time.monotonic() + 60
-                while True:
-                    values = [v for at in addresses for v in here.block.memory.view(at, np.uint32, count).copy()]
-                    if all(v != 0xFFFFFFFF for v in values):
-                        return values[0] if len(values) == 1 else tuple(values)
-                    if here.block.failed or time.monotonic() > until:
-                        raise TimeoutError(f"thread {here.thread} of block {here.index} waits for {addresses}")
-                    time.sleep(0.001)
+            def run(*addresses: int) -> Any:
+                places = [memory.at(address, 4, count) for address in addresses]
+
+                def written() -> bool:
+                    return not any(ALL_ONES in memory.words[at : at + count].tolist() for at in places)
+
+                if not written():
+                    self._asking.append((here.now, written))
+                    yield
+                values = [value for at in places for value in memory.words[at : at + count]]
+                return values[0] if len(values) == 1 else tuple(values)
 
             return run
 
-        def count_round(address: Any, last: Any) -> None:
-            with self._counting:
-                word = here.block.memory.view(address, np.uint32)
-                word[0] = 0 if word[0] >= last else word[0] + 1
-
-        def from_lane(x: Any, lane: Any) -> Any:
-            return here.warp.exchange(here.lane, (x, int(lane)), lambda v: [v[at][0] for _, at in v])
+        def count_round(address: int, last: int) -> None:
+            at = memory.at(address, 4)
+            memory.words[at] = 0 if memory.words[at] >= last else memory.words[at] + 1
 
         def nothing(*_: Any) -> None:
             return None
+
+        def store_4(array: memoryview, index: int, *values: int) -> None:
+            for i, value in enumerate(values):
+                array[index + i] = value & ALL_ONES
+
+        def larger(a: float, b: float) -> float:
+            return b if a != a else a if b != b else max(a, b)
+
+        def bf16_bits(x: float) -> int:
+            bits = bits_of(x)
+            return 0x7FFF if x != x else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+        def of_numpy(function: Callable[..., Any]) -> Callable[..., float]:
+            """With NumPy's results for what Python's operations refuse."""
+            return lambda *values: single(function(*map(np.float64, values)))
 
         found: dict[Any, Any] = {
             ptx.mma: collective(multiply),
@@ -399,46 +423,38 @@ class Emulator:
             ptx.ldmatrix_x2: collective(matrices(2)),
             ptx.ldmatrix_x4_transposed: collective(transposed),
             ptx.cp_async_16_or_zero: copy_or_zero,
-            ptx.shuffle_xor_32: lambda x, i: here.warp.exchange(
-                here.lane, x, lambda v: [v[n ^ int(i)] for n in range(WARP)]
-            ),
-            scalar.shuffle_xor: lambda x, i: here.warp.exchange(
-                here.lane, x, lambda v: [v[n ^ int(i)] for n in range(WARP)]
-            ),
-            ptx.shuffle_up: lambda x, i: here.warp.exchange(
-                here.lane, x, lambda v: [v[n - int(i)] if n >= int(i) else v[n] for n in range(WARP)]
-            ),
-            ptx.broadcast: from_lane,
-            ptx.broadcast_f32: from_lane,
-            scalar.ballot: lambda x: here.warp.exchange(
-                here.lane, x, lambda v: [u32(sum(1 << n for n in range(WARP) if v[n]))] * WARP
-            ),
-            scalar.warp_largest: lambda x: here.warp.exchange(here.lane, x, lambda v: [max(v)] * WARP),
-            ptx.population: lambda x: np.int32(int(x).bit_count()),
+            ptx.shuffle_xor_32: shuffled,
+            scalar.shuffle_xor: shuffled,
+            ptx.shuffle_up: collective(lambda v: [v[n - v[n][1] if n >= v[n][1] else n][0] for n in range(WARP)]),
+            ptx.broadcast: collective(lambda v: [v[at][0] for _, at in v]),
+            ptx.broadcast_f32: collective(lambda v: [v[at][0] for _, at in v]),
+            scalar.ballot: collective(lambda v: [sum(1 << n for n in range(WARP) if v[n][0])] * WARP),
+            scalar.warp_largest: collective(lambda v: [max(v)[0]] * WARP),
+            ptx.population: lambda x: x.bit_count(),
             ptx.shared_or: shared_or,
             ptx.shared_store_128: shared_store_128,
-            ptx.group_sync: lambda number, threads: here.block.group(int(number), int(threads)).wait(),
-            ptx.group_arrive: lambda number, threads: here.block.group(int(number), int(threads)).arrive(),
+            ptx.group_sync: group_sync,
+            ptx.group_arrive: lambda number, threads: here.now.block.group(number, threads).arrive(),
             ptx.cp_async_16: lambda to, source: copy_in(to, source, 16),
-            ptx.cp_async_arrive: lambda barrier: change(barrier, 1, 0),
+            ptx.cp_async_arrive: lambda barrier: here.now.block.barriers[barrier].change(1, 0),
             ptx.bulk_copy: bulk,
             ptx.bulk_copy_hinted: bulk,
             ptx.barrier_init: init,
-            ptx.barrier_expect: lambda barrier, count: change(barrier, 1, int(count)),
-            ptx.barrier_arrive: lambda barrier: change(barrier, 1, 0),
+            ptx.barrier_expect: lambda barrier, count: here.now.block.barriers[barrier].change(1, count),
+            ptx.barrier_arrive: lambda barrier: here.now.block.barriers[barrier].change(1, 0),
             ptx.barrier_wait: wait,
-            ptx.barrier_wait_both: lambda a, p, b, q: (wait(a, p), wait(b, q)),
-            ptx.barrier_test: lambda address, parity: u32(here.block.barriers[int(address)].phase % 2 != int(parity)),
-            ptx.load_32: load(np.uint32),
-            ptx.load_128: load(np.uint32, 4),
-            ptx.load_f32: load(np.float32),
-            ptx.load_fresh: load(np.int32),
-            ptx.load_fresh_f32: load(np.float32),
-            ptx.shared_load_32: lambda address: here.block.shared.view(address, np.uint32)[0],
-            ptx.shared_store_32: shared_store_32,
-            ptx.shared_load_64: lambda address: here.block.shared.view(address, np.uint64)[0],
-            ptx.shared_load_128: lambda address: tuple(here.block.shared.view(address, np.uint32, 4)),
-            ptx.publish_32: store(np.uint32),
+            ptx.barrier_wait_both: wait_both,
+            ptx.barrier_test: lambda address, parity: int(here.now.block.barriers[address].phase % 2 != parity),
+            ptx.load_32: lambda address: memory.words[memory.at(address, 4)],
+            ptx.load_128: load_128,
+            ptx.load_f32: lambda address: memory.floats[memory.at(address, 4)],
+            ptx.load_fresh: lambda address: memory.integers[memory.at(address, 4)],
+            ptx.load_fresh_f32: lambda address: memory.floats[memory.at(address, 4)],
+            ptx.shared_load_32: shared_load("words", 4),
+            ptx.shared_store_32: shared_store,
+            ptx.shared_load_64: shared_load("longs", 8),
+            ptx.shared_load_128: lambda address: here.now.block.shared.four(address),
+            ptx.publish_32: store,
             ptx.expect_32: expect(1),
             ptx.expect_128: expect(4),
             ptx.expect_2_words: expect(1),
@@ -447,63 +463,80 @@ class Emulator:
             ptx.expect_4_rows: expect(4),
             ptx.expect_8_rows: expect(4),
             ptx.count_round: count_round,
-            ptx.store_16: store(np.uint16),
-            ptx.store_32: store(np.uint32),
-            ptx.store_128: store(np.uint32),
-            ptx.shared_load: lambda address: here.block.shared.view(address, np.int32)[0],
+            ptx.store_16: store_16,
+            ptx.store_32: store,
+            ptx.store_128: store,
+            ptx.shared_load: shared_load("integers", 4),
             ptx.shared_store: shared_store,
-            ptx.shared_address: lambda array: u32(1024),
-            ptx.divide: lambda a, b: u32(int(a) // int(b)),
-            ptx.reciprocal: lambda x: f32(1) / f32(x),
-            ptx.evict_first: lambda: np.uint64(0),
+            ptx.shared_address: lambda array: 1024,
+            ptx.divide: lambda a, b: a // b,
+            ptx.reciprocal: of_numpy(lambda x: np.float64(1) / x),
+            ptx.evict_first: lambda: 0,
+            scalar.float_of: float_of,
+            scalar.bits_of: bits_of,
+            scalar.add: lambda a, b: single(a + b),
+            scalar.sub: lambda a, b: single(a - b),
+            scalar.mul: lambda a, b: single(a * b),
+            scalar.fma: lambda a, b, c: single(a * b + c),
+            scalar.div: of_numpy(lambda a, b: a / b),
+            scalar.sqrt: of_numpy(np.sqrt),
+            scalar.larger: larger,
+            scalar.exp2_approx: of_numpy(np.exp2),
+            scalar.log2_approx: of_numpy(np.log2),
+            scalar.bf16_bits: bf16_bits,
+            scalar.let_next_start: nothing,
+            scalar.wait_for_earlier: nothing,
+            scalar.load1: lambda array, index: array[index],
+            scalar.load4: lambda array, index: tuple(array[index : index + 4]),
+            scalar.store4: store_4,
+            scalar.pack: lambda low, high: bf16_bits(low) | bf16_bits(high) << 16,
         }
         for name in (
             "cp_async_commit", "barrier_init_fence", "async_fence", "dependency_wait", "dependents_start",
             "bulk_prefetch", "wgmma_fence", "wgmma_commit", "wgmma_wait_0", "wgmma_wait_1",
         ):  # fmt: skip
             found[getattr(ptx, name)] = nothing
-        for name, function in scalar._simulated().items():
-            found.setdefault(getattr(scalar, name), function)
         for columns in (64, 128, 256):
             found[ptx.wgmma(columns)] = self._wgmma(columns)
         for count in (4, 8, 32, 64, 128):
-            found[ptx.zeros(count)] = lambda count=count: (f32(0),) * count
+            found[ptx.zeros(count)] = lambda count=count: (0.0,) * count
         for groups in range(8):
             found[ptx.cp_async_wait(groups)] = nothing
-        self._kept = found  # ids stay valid
-        return {id(operation): twin for operation, twin in found.items()}
+        return found
 
     def _wgmma(self, columns: int) -> Callable[..., Any]:
         """A warpgroup's 64 x columns x 16, operands in swizzle-128B atoms of 8 rows, 1,024 bytes apart."""
         here = self._here
 
-        def tile(block: Block, descriptor: Any, rows: int) -> np.ndarray:
-            start = (int(descriptor) & 0x3FFF) << 4
-            assert int(descriptor) >> 62 == 1 and int(descriptor) >> 32 & 0x3FFF == 64
-            out = np.zeros((rows, 16), np.float32)
-            for row in range(rows):
-                for piece in range(2):
-                    at = start + (row // 8) * 1024 + (row % 8) * 128 + piece * 16
-                    at ^= (at >> 7 & 7) << 4
-                    out[row, 8 * piece : 8 * piece + 8] = from_bf16(block.shared.view(at, np.uint16, 8))
-            return out
+        def tile(shared: Memory, descriptor: int, rows: int) -> np.ndarray:
+            start = (descriptor & 0x3FFF) << 4
+            assert descriptor >> 62 == 1 and descriptor >> 32 & 0x3FFF == 64
+            row, piece = np.arange(rows)[:, None], np.arange(2)
+            at = start + row // 8 * 1024 + row % 8 * 128 + piece * 16
+            at ^= (at >> 7 & 7) << 4
+            shared.at(int(at.min()), 16), shared.at(int(at.max()), 16)
+            return from_bf16(shared.data.view(np.uint16).reshape(-1, 8)[at // 16]).reshape(rows, 16).astype(np.float64)
 
-        def run(acc: Any, a: Any, b: Any) -> Any:
-            block, thread = here.block, here.thread % (4 * WARP)
+        def run(acc: Any, a: int, b: int) -> Any:
+            me = here.now
 
             def combine(values: list[Any]) -> list[Any]:
-                with np.errstate(all="ignore"):
-                    d = tile(block, a, 64).astype(np.float64) @ tile(block, b, columns).astype(np.float64).T
-                out = []
-                for t, given in enumerate(values):
-                    row, column = t // WARP * 16 + t % WARP // 4, 2 * (t % 4)
-                    more = [
-                        d[row + 8 * (i % 4 // 2), i // 4 * 8 + column + i % 2] for i in range(columns // 2)
-                    ]  # fmt: skip
-                    with np.errstate(all="ignore"):
-                        out.append(tuple(np.float32(np.float64(g) + m) for g, m in zip(given, more, strict=True)))
-                return out
+                shared = me.block.shared
+                d = tile(shared, a, 64) @ tile(shared, b, columns).T
+                # warp, row / 8, row % 8, column / 8, pair, number in it -> thread, its numbers
+                d = d.reshape(4, 2, 8, columns // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5).reshape(4 * WARP, columns // 2)
+                return [tuple(sums) for sums in (np.array(values, np.float64) + d).astype(np.float32).tolist()]
 
-            return self.quads[here.thread // (4 * WARP)].exchange(thread, acc, combine)
+            return (yield from me.quad.exchange(me, me.thread % (4 * WARP), acc, combine))
 
         return run
+
+
+class Index:
+    """`cuda.threadIdx` and the like: numbers that are asked for anew every time."""
+
+    def __init__(self, **axes: Callable[[], int]) -> None:
+        self._axes = axes
+
+    def __getattr__(self, axis: str) -> int:
+        return self._axes[axis]()

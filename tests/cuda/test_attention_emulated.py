@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from kernels_numba.cuda.compiler import Kernel
 
 from . import operations
-from .emulator import Emulator
+from .emulator import Emulator, Index
 
 
 class Attention(Emulator):
@@ -19,8 +18,8 @@ class Attention(Emulator):
     row = 0
 
     def _cuda(self) -> Any:
-        here, made = self._here, super()._cuda()
-        made.blockIdx = _Index(lambda: here.index, lambda: self.row)
+        made = super()._cuda()
+        made.blockIdx = Index(x=lambda: self._here.now.index, y=lambda: self.row)
         return made
 
     def run(self, kernel: Kernel, grid: tuple[int, int], threads: int, *arguments: Any, shared: int = 0) -> None:
@@ -36,19 +35,6 @@ class Attention(Emulator):
             self.launch(kernel.function, grid[0], threads, given)
         for address, array in back:
             array[...] = self.memory.get(address, array.shape, array.dtype)
-
-
-class _Index(SimpleNamespace):
-    def __init__(self, x: Any, y: Any) -> None:
-        super().__init__(first=x, second=y)
-
-    @property
-    def x(self) -> int:
-        return self.first()  # type: ignore[no-any-return]
-
-    @property
-    def y(self) -> int:
-        return self.second()  # type: ignore[no-any-return]
 
 
 def test_one_kernel_leaves_the_bits_of_two() -> None:
