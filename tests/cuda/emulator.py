@@ -1,19 +1,17 @@
 """Runs kernels that are written with PTX intrinsics without a GPU: a coroutine a CUDA thread, a block at a time.
 
-Only what the products use is here. A thread runs until it has to wait; of those that may go on, one of the warp that comes
-first in an order drawn for each launch, so that some warps are as far ahead of others as barriers let them. Copies land
-at once. So this finds wrong addresses, wrong fragments, protocols that deadlock and many a missing barrier, not all
-races. Memory is bytes; addresses of global and shared memory are offsets into two of them.
+Only what the products use is here. A thread runs until it has to wait; of those that may go on, one of the warp that
+comes first in an order drawn for each launch, so that some warps are as far ahead of others as barriers let them; lanes
+of a warp stay together. Copies land at once. So this finds wrong addresses, wrong fragments, protocols that deadlock
+and many a missing barrier, not all races. Memory is bytes; addresses of global and shared memory are offsets into two
+of them.
 """
 
 from __future__ import annotations
 
-import inspect
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,12 +19,10 @@ import numpy as np
 
 from kernels_numba.cuda import ptx, scalar
 
+from .threads import WARP, Barrier, Block, Combine, Memory, Thread, Turns, Waiting
 from .translated import Translator, bits_of, float_of, plain, single
 
-WARP = 32
 ALL_ONES = 0xFFFFFFFF
-Combine = Callable[[list[Any]], list[Any]]
-Waiting = Iterator[None]
 
 
 def to_bf16(x: np.ndarray) -> np.ndarray:
@@ -36,175 +32,6 @@ def to_bf16(x: np.ndarray) -> np.ndarray:
 
 def from_bf16(x: np.ndarray) -> np.ndarray:
     return (np.asarray(x, np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-class Memory:
-    """Bytes with an address; allocations are 256-byte aligned and start filled with 0xFF, which is NaN."""
-
-    def __init__(self, size: int) -> None:
-        self.data = np.full(size, 0xFF, np.uint8)
-        self.used = 256
-        self.bytes = memoryview(self.data)
-        self.halves, self.words, self.longs = (self.bytes.cast(kind) for kind in "HIQ")  # type: ignore[call-overload]
-        self.integers, self.floats = self.bytes.cast("i"), self.bytes.cast("f")
-
-    def put(self, array: np.ndarray) -> int:
-        address = self.used
-        self.used += -(-(array.nbytes + 256) // 256) * 256
-        self.data[address : address + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return address
-
-    def get(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        return self.data[address : address + count].view(dtype).reshape(shape).copy()
-
-    def at(self, address: int, size: int, count: int = 1) -> int:
-        """The index of `count` values of `size` bytes, all of which are inside."""
-        assert address % size == 0, f"address {address} is not aligned for {size} bytes"
-        assert 256 <= address <= len(self.data) - count * size, f"address {address} is outside"
-        return address // size
-
-    def four(self, address: int) -> tuple[int, ...]:
-        """16 bytes as words."""
-        at = self.at(address, 4, 4)
-        return tuple(self.words[at : at + 4])
-
-
-@dataclass(eq=False)
-class Thread:
-    """Where a CUDA thread is; run: what is left of it."""
-
-    block: Block
-    thread: int
-    index: int
-    grid: int
-    run: Waiting = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lane, self.warp = self.thread % WARP, self.block.warps[self.thread // WARP]
-        self.quad = self.block.quads[self.thread // (4 * WARP)] if self.block.quads else None
-
-
-    def place(self) -> str:
-        """The functions that it is in."""
-        names, run = [], self.run
-        while inspect.isgenerator(run):
-            names.append(f"{run.gi_code.co_name}:{run.gi_frame.f_lineno}")
-            run = run.gi_yieldfrom
-        return " > ".join(names)
-
-
-class Turns:
-    """Threads that may go on, by warps, which come in an order drawn for each launch."""
-
-    def __init__(self, order: random.Random) -> None:
-        self.order = order
-        self.warps: list[Warp] = []
-
-    def extend(self, threads: Iterable[Thread]) -> None:
-        for thread in threads:
-            if not thread.warp.able:
-                heappush(self.warps, thread.warp)
-            thread.warp.able.append(thread)
-
-    def __iter__(self) -> Iterator[Thread]:
-        """Each in turn; what they do may add others. Lanes of a warp stay together as far as they can."""
-        while self.warps:
-            warp = heappop(self.warps)
-            while warp.able:
-                yield warp.able.popleft()
-
-
-class Gate:
-    """A barrier; at one with a name some threads may only arrive."""
-
-    def __init__(self, threads: int, ready: Turns) -> None:
-        self.threads, self.ready, self.arrived = threads, ready, 0
-        self.waiting: list[Thread] = []
-
-    def arrive(self) -> bool:
-        """Whether this was the last."""
-        self.arrived += 1
-        if self.arrived < self.threads:
-            return False
-        self.ready.extend(self.waiting)
-        self.arrived, self.waiting = 0, []
-        return True
-
-    def wait(self, me: Thread) -> Waiting:
-        if not self.arrive():
-            self.waiting.append(me)
-            yield
-
-
-class Group(Gate):
-    """Threads that bring a value each and get the combined results: the base of every collective operation."""
-
-    def __init__(self, threads: int, ready: Turns) -> None:
-        super().__init__(threads, ready)
-        self.values: list[Any] = [None] * threads
-        self.results: list[Any] = []
-
-    def exchange(self, me: Thread, index: int, value: Any, combine: Combine) -> Any:
-        self.values[index] = value
-        if self.arrive():
-            self.results = combine(self.values)
-        else:
-            self.waiting.append(me)
-            yield
-        return self.results[index]
-
-
-class Warp(Group):
-    """able: its threads that may go on."""
-
-    def __init__(self, ready: Turns) -> None:
-        super().__init__(WARP, ready)
-        self.rank = ready.order.random()
-        self.able: deque[Thread] = deque()
-
-    def __lt__(self, other: Warp) -> bool:
-        return self.rank < other.rank
-
-
-@dataclass
-class Barrier:
-    """An mbarrier."""
-
-    count: int
-    ready: Turns
-    bytes: int = 0
-    phase: int = 0
-    waiting: list[Thread] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pending = self.count
-
-    def change(self, arrivals: int, promised: int) -> None:
-        self.pending -= arrivals
-        self.bytes += promised
-        assert self.pending >= 0, "more arrivals than the barrier was made for"
-        if self.pending == 0 and self.bytes == 0:
-            self.phase += 1
-            self.pending = self.count
-            self.ready.extend(self.waiting)
-            self.waiting = []
-
-
-class Block:
-    """What the threads of a block share."""
-
-    def __init__(self, shared: Memory, threads: int, ready: Turns) -> None:
-        self.shared, self.threads, self.ready = shared, threads, ready
-        self.barriers: dict[int, Barrier] = {}
-        self.groups: dict[tuple[int, int], Gate] = {}
-        self.all = Gate(threads, ready)
-        self.warps = [Warp(ready) for _ in range(threads // WARP)]
-        self.quads = [Group(4 * WARP, ready) for _ in range(-(-threads // WARP // 4))]
-
-    def group(self, number: int, threads: int) -> Gate:
-        """A named barrier of some of the threads."""
-        return self.groups.setdefault((number, threads), Gate(threads, self.ready))
 
 
 class Emulator:
@@ -251,8 +78,8 @@ class Emulator:
             able = [thread for thread, written in self._asking if written()]
             self._asking = [(thread, written) for thread, written in self._asking if not written()]
             if left and not able:
-                found = Counter(f"of block {thread.index} in {thread.place()}" for thread in threads if thread in left)
-                raise TimeoutError("; ".join(f"{count} threads {where} wait for ever" for where, count in found.items()))
+                places = Counter(f"block {thread.index} in {thread.place()}" for thread in threads if thread in left)
+                raise TimeoutError("; ".join(f"{n} threads of {place} wait for ever" for place, n in places.items()))
             ready.extend(able)
 
     def _cuda(self) -> Any:
@@ -285,7 +112,7 @@ class Emulator:
             me = here.now
             return (yield from me.warp.exchange(me, me.lane, x, lambda v: [v[n ^ i] for n in range(WARP)]))
 
-        def eight_words(rows: list[Any]) -> np.ndarray:
+        def lines_at(rows: list[Any]) -> np.ndarray:
             """The 16 bytes at each of the addresses that lanes gave."""
             shared = here.now.block.shared
             at = [shared.at(row, 16) for (row,) in rows]
@@ -293,13 +120,13 @@ class Emulator:
 
         def matrices(count: int) -> Combine:
             def load(values: list[Any]) -> list[Any]:
-                words = eight_words(values[: 8 * count]).reshape(count, WARP)
+                words = lines_at(values[: 8 * count]).reshape(count, WARP)
                 return [tuple(lane) for lane in words.T.tolist()]
 
             return load
 
         def transposed(values: list[Any]) -> list[Any]:
-            halves = eight_words(values).view(np.uint16).reshape(4, 4, 2, 8)  # matrix, pair of rows, row, column
+            halves = lines_at(values).view(np.uint16).reshape(4, 4, 2, 8)  # matrix, pair of rows, row, column
             pairs = np.ascontiguousarray(halves.transpose(3, 1, 0, 2)).view(np.uint32)
             return [tuple(lane) for lane in pairs.reshape(WARP, 4).tolist()]
 
@@ -345,9 +172,6 @@ class Emulator:
 
         def group_sync(number: int, threads: int) -> Waiting:
             yield from here.now.block.group(number, threads).wait(here.now)
-
-        def load_128(address: int) -> tuple[int, ...]:
-            return memory.four(address)
 
         def store(address: int, *values: int) -> None:
             at = memory.at(address, 4, len(values))
@@ -446,7 +270,7 @@ class Emulator:
             ptx.barrier_wait_both: wait_both,
             ptx.barrier_test: lambda address, parity: int(here.now.block.barriers[address].phase % 2 != parity),
             ptx.load_32: lambda address: memory.words[memory.at(address, 4)],
-            ptx.load_128: load_128,
+            ptx.load_128: memory.four,
             ptx.load_f32: lambda address: memory.floats[memory.at(address, 4)],
             ptx.load_fresh: lambda address: memory.integers[memory.at(address, 4)],
             ptx.load_fresh_f32: lambda address: memory.floats[memory.at(address, 4)],

@@ -114,15 +114,17 @@ Row = tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    "rounds",
+    ("hidden", "features", "rounds"),
     [
-        [[(1, 32)], [(-1, 0)], [(1, 33)]],
-        [[(1, 40), (0, 7)], [(1, 41), (1, 42)], [(0, 8)], [(0, 9), (-1, 0)]],  # two streams, a draft, one row between
+        (64, 32, [[(1, 32)], [(-1, 0)], [(1, 33)]]),
+        # two streams, a draft, one row between
+        (64, 32, [[(1, 40), (0, 7)], [(1, 41), (1, 42)], [(0, 8)], [(0, 9), (-1, 0)]]),
+        (320, 144, [[(0, 7)], [(0, 8), (1, 3)]]),
     ],
-    ids=["one row", "two rows"],
+    ids=["one row", "two rows", "several chunks of k"],
 )
-def test_rounds_of_a_run(rounds: list[list[Row]]) -> None:
-    hidden, features, experts, top_k = 64, 32, 18, 3
+def test_rounds_of_a_run(hidden: int, features: int, rounds: list[list[Row]]) -> None:
+    experts, top_k = 18, 3
     random = np.random.default_rng(hidden)
     emulator, device = Emulator(), cast(Device, Processors())
     put, get = emulator.memory.put, emulator.memory.get

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from numba import cuda
+from numba.cuda.simulator.kernel import BlockManager, BlockThread
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
 from kernels_numba.cuda import route
@@ -31,6 +33,65 @@ def any_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
         return self._allocations.setdefault(place, np.empty(shape, dtype))
 
     monkeypatch.setattr(FakeCUDAShared, "array", array)
+
+
+class Meeting:
+    """Where a block's threads wait for each other; those that are over are not waited for."""
+
+    def __init__(self, threads: int) -> None:
+        self.lock, self.live, self.failed = threading.Lock(), threads, False
+        self.waiting: list[threading.Lock] = []
+
+    def wait(self) -> None:
+        turn = threading.Lock()
+        turn.acquire()
+        with self.lock:
+            self.waiting.append(turn)
+            self.release()
+        turn.acquire()
+        if self.failed:
+            raise threading.BrokenBarrierError
+
+    def leave(self, failed: bool) -> None:
+        with self.lock:
+            self.live -= 1
+            self.failed |= failed
+            self.release()
+
+    def release(self) -> None:
+        if self.failed or len(self.waiting) == self.live:
+            for turn in self.waiting:
+                turn.release()
+            self.waiting = []
+
+
+@pytest.fixture(autouse=True)
+def threads_that_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulator asks threads all the time whether they wait, and takes the time from those that don't."""
+
+    def run_block(manager: Any, at: Any, *arguments: Any) -> None:
+        points = list(np.ndindex(*manager._block_dim))
+        meeting = manager.meeting = Meeting(len(points))
+
+        def target() -> None:
+            failed = True
+            try:
+                manager._f(*arguments)
+                failed = False
+            finally:
+                meeting.leave(failed)
+
+        threads = [BlockThread(target, manager, at, point, manager._debug) for point in points]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors = [thread.exception for thread in threads if thread.exception]
+        for kind, trace in sorted(errors, key=lambda error: isinstance(error[0], threading.BrokenBarrierError)):
+            raise kind.with_traceback(trace)
+
+    monkeypatch.setattr(BlockManager, "run", run_block)
+    monkeypatch.setattr(BlockThread, "syncthreads", lambda thread: thread._manager.meeting.wait())
 
 
 def run(kernel: Any, grid: Any, block: int, *arguments: Any, shared: int = 0) -> None:
