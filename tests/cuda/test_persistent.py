@@ -19,10 +19,13 @@ BLOCKS, EPS = 2, 1e-5
 
 
 class Processors:
-    """A GPU of two multiprocessors with little shared memory, so that the ring turns over."""
+    """A GPU of two multiprocessors with little shared memory, so that the ring turns over. spare: stages that a round
+    of two rows has room for beside the ring."""
 
     multiprocessors = BLOCKS
-    shared_bytes = layout(2)["RING"] + 128 + (layer_runs.LEAST_RING + 6) * persistent.UNIT_CHUNK
+
+    def __init__(self, spare: int) -> None:
+        self.shared_bytes = layout(2)["RING"] + 128 + (layer_runs.LEAST_RING + spare) * persistent.UNIT_CHUNK
 
     def supports(self, kernel: object) -> bool:
         return True
@@ -114,19 +117,21 @@ Row = tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    ("hidden", "features", "rounds"),
+    ("hidden", "features", "spare", "rounds"),
     [
-        (64, 32, [[(1, 32)], [(-1, 0)], [(1, 33)]]),
+        (64, 32, 6, [[(1, 32)], [(-1, 0)], [(1, 33)]]),
         # two streams, a draft, one row between
-        (64, 32, [[(1, 40), (0, 7)], [(1, 41), (1, 42)], [(0, 8)], [(0, 9), (-1, 0)]]),
-        (320, 144, [[(0, 7)], [(0, 8), (1, 3)]]),
+        (64, 32, 6, [[(1, 40), (0, 7)], [(1, 41), (1, 42)], [(0, 8)], [(0, 9), (-1, 0)]]),
+        (320, 144, 6, [[(0, 7)], [(0, 8), (1, 3)]]),
+        # one chunk of a convolution's units would fit, two of the last product's, which take other slots
+        (320, 144, 4, [[(0, 8), (1, 3)]]),
     ],
-    ids=["one row", "two rows", "several chunks of k"],
+    ids=["one row", "two rows", "several chunks of k", "four slots to spare"],
 )
-def test_rounds_of_a_run(hidden: int, features: int, rounds: list[list[Row]]) -> None:
+def test_rounds_of_a_run(hidden: int, features: int, spare: int, rounds: list[list[Row]]) -> None:
     experts, top_k = 18, 3
     random = np.random.default_rng(hidden)
-    emulator, device = Emulator(), cast(Device, Processors())
+    emulator, device = Emulator(), cast(Device, Processors(spare))
     put, get = emulator.memory.put, emulator.memory.get
     layers = Layers(emulator, random, hidden, features, experts)
     most = layer_runs.run_rows(device, layers.layers, top_k)
