@@ -419,7 +419,7 @@ def test_progress_counts_the_bytes_of_the_files(
     assert calls[-1][0] == calls[-1][1]
 
 
-@pytest.mark.parametrize(("dtype", "scratch"), [("BF16", 100_000), ("F32", 400_000)])
+@pytest.mark.parametrize(("dtype", "scratch"), [("BF16", 160_000), ("F32", 400_000)])
 def test_loading_holds_no_second_copy(
     tiny_moe: Path, tmp_path: Path, dtype: str, scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
