@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .decode_parts import SUM_DEPTH
-from .decode_products import UNIT_CHUNK
+from .decode_products import CHUNK, UNIT_CHUNK
 from .driver import Device, DeviceArray
 from .pack import PackedWeight
 from .persistent import RUN_LAYERS
@@ -50,7 +50,7 @@ weights."""
 EARLY = 24
 """Most stages of a product whose weights are known that have slots of their own: they come while the router works."""
 LEAST_RING = CONSUMERS + max(FLIGHT, CALM)
-"""Slots that the other stages need."""
+"""Slots that the other stages need, so that no warp asks for a slot that is two uses behind; see `stream_weights`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +101,8 @@ def run_rows(device: Device, layers: Sequence[Any], top_k: int) -> int:
         for rows, kernel in RUN_LAYERS.items()
         if device.supports(kernel)
         and run_slots(device, rows) >= LEAST_RING
+        # the weight warp waits until out_proj's first slot is free, which parity tells only before its next use
+        and all(_block_stages(_out(layer), blocks) <= ring_slots(device, rows)[0] for layer in layers)
         and rows * top_k * up.outputs * 2 <= input_bytes(rows)
     ]
     return max(fits, default=0)
@@ -108,6 +110,11 @@ def run_rows(device: Device, layers: Sequence[Any], top_k: int) -> int:
 
 def _out(layer: Any) -> PackedWeight:
     return layer.mixer["out" if layer.attention else "out_proj"]  # type: ignore[no-any-return]
+
+
+def _block_stages(weight: PackedWeight, blocks: int) -> int:
+    """Most stages of a product that are a block's."""
+    return -(-weight.units // blocks) * -(-weight.depth // CHUNK)
 
 
 def run_program(layers: Sequence[Any], following: Any, top_k: int) -> tuple[np.ndarray, int]:
@@ -214,6 +221,13 @@ def run_slots(device: Device, rows: int) -> int:
     return min(MOST_SLOTS, (min(SHARED, device.shared_bytes) - 128 - layout(rows)["RING"]) // UNIT_CHUNK)
 
 
+def ring_slots(device: Device, rows: int) -> tuple[int, int]:
+    """Those of the ring, and those of early stages: a multiple of six, see `early_chunks`."""
+    slots = run_slots(device, rows)
+    early = min(EARLY, slots - LEAST_RING) // 6 * 6
+    return slots - early, early
+
+
 def run_shared(device: Device, rows: int) -> int:
     """Bytes of shared memory of a block."""
     return 128 + layout(rows)["RING"] + run_slots(device, rows) * UNIT_CHUNK
@@ -224,11 +238,9 @@ def run_arguments(
     batch: DeviceBatch, out: Any, sums: Any,
 ) -> list[Any]:  # fmt: skip
     """The arguments of `RUN_LAYERS[rows]`."""
-    slots = run_slots(device, rows)
-    early = min(EARLY, slots - LEAST_RING) // 6 * 6  # see `early_chunks`
     return [
-        run.program, run.phases, slots - early, early, FLIGHT, CALM, runs.words, runs.words.nbytes // 2, runs.arrivals,
-        run.hidden, run.experts, run.top_k, int(run.normalize), run.scaling, run.eps, x, residual, states,
-        states.row_bytes, batch.row_segment, batch.seg_slot, batch.seg_start, batch.positions, out, run.columns, sums,
-        run.features,
+        run.program, run.phases, *ring_slots(device, rows), FLIGHT, CALM, runs.words, runs.words.nbytes // 2,
+        runs.arrivals, run.hidden, run.experts, run.top_k, int(run.normalize), run.scaling, run.eps, x, residual,
+        states, states.row_bytes, batch.row_segment, batch.seg_slot, batch.seg_start, batch.positions, out,
+        run.columns, sums, run.features,
     ]  # fmt: skip

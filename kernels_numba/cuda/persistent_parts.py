@@ -60,7 +60,7 @@ def share(total, block, blocks):
 @device
 def input_begins(words, count, warp, lane):
     """By all consumers: waits until four of `count` words, all over them, are written, so that the rest soon is. Only
-    one warp asks: if all did, the weights on their way would wait behind their questions."""
+    one warp asks, or everybody's questions would be on the weights' way; see LADDER.md."""
     if warp == i32(SCOUT) and lane < i32(4):
         expect_32(u64(words + u64(u32(i32(lane * i32(count >> i32(2))))) * u64(4)))
     group_sync(u32(2), u32(ROW_THREADS))

@@ -8,7 +8,7 @@ import numpy as np
 
 from kernels_numba.cuda.compiler import Kernel
 
-from . import operations
+from . import attention_operations
 from .emulator import Emulator, Index
 
 
@@ -40,4 +40,4 @@ class Attention(Emulator):
 def test_one_kernel_leaves_the_bits_of_two() -> None:
     emulator = Attention(1 << 24)
     rng = np.random.default_rng(3)
-    operations.check_attention_decode(emulator.run, rng, 2, 1, [(0, 126, 3), (2, 130, 1)], 3)
+    attention_operations.check_attention_decode(emulator.run, rng, 2, 1, [(0, 126, 3), (2, 130, 1)], 3)

@@ -10,7 +10,7 @@ import pytest
 from kernels_numba.cuda.attention_decode import attention_decode
 from kernels_numba.cuda.attention_wgmma import attention_wgmma
 from kernels_numba.cuda.driver import Device
-from tests.cuda import operations
+from tests.cuda import attention_operations, operations
 
 pytestmark = pytest.mark.gpu
 
@@ -80,7 +80,7 @@ def test_routing(rng: np.random.Generator, rows: int, experts: int, top_k: int, 
 )
 def test_attention(rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any]) -> None:
     hopper = Device.open().supports(attention_wgmma)
-    operations.check_attention(run, rng, group, kv_heads, segments, hopper)
+    attention_operations.check_attention(run, rng, group, kv_heads, segments, hopper)
 
 
 @pytest.mark.parametrize(("group", "kv_heads"), [(1, 2), (3, 1), (4, 8), (8, 1)])
@@ -97,7 +97,7 @@ def test_attention_decode(
     rng: np.random.Generator, group: int, kv_heads: int, segments: list[Any], blocks: int
 ) -> None:
     if Device.open().supports(attention_decode):
-        operations.check_attention_decode(run, rng, group, kv_heads, segments, blocks)
+        attention_operations.check_attention_decode(run, rng, group, kv_heads, segments, blocks)
 
 
 @pytest.mark.parametrize("vocab", [300, 511, 65000])

@@ -112,6 +112,15 @@ class Layers:
         return rounded(v["qkv"] @ norm(h, v["norm"])), h, u
 
 
+def test_a_run_needs_enough_multiprocessors() -> None:
+    """With fewer blocks, a block's part of out_proj goes around the ring, and the weight warp may wait for ever."""
+    emulator, random = Emulator(), np.random.default_rng(5)
+    wide, narrow = (Layers(emulator, random, hidden, 32, 18).layers for hidden in (512, 320))
+    device = cast(Device, Processors(6))
+    assert layer_runs.run_rows(device, narrow, 3) == 2
+    assert layer_runs.run_rows(device, wide, 3) == 0
+
+
 Row = tuple[int, int]
 """Slot, or -1 for padding, and position."""
 
